@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def cpu_context(dtype: torch.dtype = torch.float32, groups: Groups | None = None) -> ModelContext:
-    return ModelContext(select_backend(CPU), groups or groups_of_one_rank(), dtype, CPU)
+    return ModelContext(select_backend(CPU, dtype), groups or groups_of_one_rank(), dtype, CPU)
 
 
 def with_tp(tp: object, dtype: torch.dtype = torch.float32) -> ModelContext:

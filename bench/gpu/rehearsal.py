@@ -53,7 +53,7 @@ def rehearsing() -> Iterator[Backend]:
         mock.patch.object(interpreter, "_convert_float", convert_by_torch),
         mock.patch.object(interpreter, "_patch_lang_tensor", patch),
         products_by_row(),
-        mock.patch.dict(select.BACKENDS, cpu=lambda: TRITON),
+        mock.patch.dict(select.BACKENDS, cpu=lambda dtype: TRITON),
     ):
         yield TRITON
 

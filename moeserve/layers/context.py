@@ -30,7 +30,7 @@ class ModelContext:
     @property
     def is_batch_invariant(self) -> bool:
         """True if operations compute the same bytes for a token in any batch."""
-        return self.dtype in self.backend.batch_invariant_dtypes
+        return self.backend.is_batch_invariant
 
     @property
     def sum_dtype(self) -> torch.dtype | None:

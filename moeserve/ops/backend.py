@@ -55,14 +55,9 @@ class Backend:
     compiles_on_first_use: bool = False  # run every range of sizes once before serving
     supports_cuda_graphs: bool = False
     needs_finite_caches: bool = False  # caches must hold finite numbers even where nothing was written
-    batch_invariant_dtypes: tuple[torch.dtype, ...] = ()  # a row's bytes do not depend on its batch in these dtypes
+    is_batch_invariant: bool = False  # a row's bytes do not depend on its batch; sums have one order
     instruction_set: str = "none"  # the layout of packed weights depends on it
     _noted: set[str] = field(default_factory=set, repr=False, compare=False)
-
-    @property
-    def is_batch_invariant(self) -> bool:
-        """True if implementations must keep one order of sums."""
-        return bool(self.batch_invariant_dtypes)
 
     def library(self, kind: type[Library]) -> Library:
         """Return the opened library of a type."""
@@ -82,7 +77,7 @@ TRITON = Backend(names=("triton", "reference"), products_gather_rows=True, needs
 def in_order(backend: Backend) -> Backend:
     """Return the backend of Triton kernels with one order of sums, for any batch, chunks and ranks."""
     assert "triton" in backend.names
-    return replace(backend, batch_invariant_dtypes=(torch.float32, torch.bfloat16, torch.float16))
+    return replace(backend, is_batch_invariant=True)
 
 
 @dataclass(frozen=True)

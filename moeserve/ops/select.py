@@ -26,9 +26,9 @@ BFLOAT16_CAPABILITY = (8, 0)  # the first compute capability whose tensor cores 
 FLOAT8_CAPABILITY = (8, 9)  # the first one whose tensor cores multiply E4M3
 
 
-def _for_cpu() -> Backend:
+def _for_cpu(dtype: torch.dtype) -> Backend:
     native = native_kernels()
-    if native is None:
+    if native is None or dtype not in NATIVE_DTYPES:
         return REFERENCE
     return Backend(
         names=("cpu", "reference"),
@@ -36,12 +36,12 @@ def _for_cpu() -> Backend:
         make_step_graph=native.CpuGraph,
         allocate_weights=CpuPacking(native).allocate_weights,
         measure_memory_only=measure_memory_only,
-        batch_invariant_dtypes=NATIVE_DTYPES,
+        is_batch_invariant=True,
         instruction_set=native.isa(),
     )
 
 
-def _for_cuda() -> Backend:
+def _for_cuda(dtype: torch.dtype) -> Backend:
     if not has_triton():
         return dataclasses.replace(REFERENCE, side_stream=CudaSideStream())
     return dataclasses.replace(
@@ -49,11 +49,16 @@ def _for_cuda() -> Backend:
     )
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": _for_cpu, "cuda": _for_cuda, "meta": lambda: REFERENCE}
+BACKENDS: dict[str, Callable[[torch.dtype], Backend]] = {
+    "cpu": _for_cpu,
+    "cuda": _for_cuda,
+    "meta": lambda dtype: REFERENCE,
+}
 
 
 def select_backend(
     device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
     attention_library: AttentionChoice = "triton",
     block_size: int | None = None,
     *,
@@ -62,6 +67,7 @@ def select_backend(
     """Return the backend for a device. Called once per rank.
 
     Args:
+        dtype: of activations. On a CPU, plain torch runs if it is not one of `NATIVE_DTYPES`.
         attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels;
             "measured": the one that was measured to be the fastest.
         block_size: positions in a block of the KV cache; needed unless our own kernels are chosen.
@@ -71,9 +77,9 @@ def select_backend(
     Raises:
         SettingsError: the named library cannot be used here.
     """
-    backend = BACKENDS[device.type]()
+    backend = BACKENDS[device.type](dtype)
     if backend.names == REFERENCE.names and device.type != "meta":
-        logger.info("the kernels for device %s are not built or installed: plain torch runs instead, slower", device)
+        logger.info("no kernels for device %s and %s are installed: plain torch runs, slower", device, dtype)
     if batch_invariant and not backend.is_batch_invariant:
         return in_order(backend)
     if attention_library == "triton":

@@ -179,16 +179,17 @@ def _select_backend(config: EngineConfig, device: torch.device) -> Backend:
     Raises:
         SettingsError: a library that the config names cannot be used.
     """
+    dtype = getattr(torch, config.dtype)
     if config.batch_invariant:
-        backend = select_backend(device, batch_invariant=True)
+        backend = select_backend(device, dtype, batch_invariant=True)
     else:
-        backend = select_backend(device, config.attention_backend, config.block_size)
+        backend = select_backend(device, dtype, config.attention_backend, config.block_size)
     if config.product_backend == "triton":
         return backend
     from moeserve.ops.products.deep_gemm import with_deep_gemm
 
     only_fastest = config.product_backend == "measured"
-    return with_deep_gemm(backend, device, getattr(torch, config.dtype), only_fastest=only_fastest)
+    return with_deep_gemm(backend, device, dtype, only_fastest=only_fastest)
 
 
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:

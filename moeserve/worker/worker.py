@@ -399,11 +399,11 @@ def note_on_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) ->
     reason = None
     if config.device != "cpu" and not config.batch_invariant:
         reason = f"device={config.device!r}"
-    elif not backend.batch_invariant_dtypes:
-        what = f"torch computes alone, 3 to 5 times slower than moeserve's C++ kernels, which {missing_kernels()}"
-        return f"{what}; also, the last bits of a request's results may depend on what runs beside it and on the layout"
     elif config.dtype == "float16" and config.device == "cpu":
         reason = "dtype='float16', in which the C++ kernels do not compute"
+    elif not backend.is_batch_invariant:
+        what = f"torch computes alone, 3 to 5 times slower than moeserve's C++ kernels, which {missing_kernels()}"
+        return f"{what}; also, the last bits of a request's results may depend on what runs beside it and on the layout"
     if reason is not None:
         return f"the last bits of a request's results may depend on what runs beside it and on the layout: {reason}"
     size = config.tensor_parallel_size

@@ -113,7 +113,7 @@ def make_dispatchers(
         group.barrier()
     backend = REFERENCE
     if keeps_bytes:
-        backend = dataclasses.replace(select_backend(CPU), batch_invariant_dtypes=(dtype,))
+        backend = dataclasses.replace(select_backend(CPU, dtype), is_batch_invariant=True)
     return TorchDispatchers(name, group, dataclasses.replace(cpu_context(dtype), backend=backend), rows)
 
 

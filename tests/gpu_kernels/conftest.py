@@ -50,4 +50,4 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from moeserve.ops import select
     from moeserve.ops.backend import TRITON
 
-    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: TRITON)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda dtype: TRITON)

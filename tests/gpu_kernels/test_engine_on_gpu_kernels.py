@@ -207,7 +207,9 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
         return cache
 
     monkeypatch.setattr(Attention, "make_cache", make_cache)
-    monkeypatch.setattr(loading, "select_backend", lambda device, _, size: select_backend(device, "flashinfer", size))
+    monkeypatch.setattr(
+        loading, "select_backend", lambda device, dtype, _, size: select_backend(device, dtype, "flashinfer", size)
+    )
     return package
 
 

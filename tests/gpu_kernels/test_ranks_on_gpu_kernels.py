@@ -34,7 +34,7 @@ def play(place: Place, **arguments: Any) -> dict[str, Any]:
     from moeserve.ops import select
     from moeserve.ops.backend import TRITON
 
-    with products_by_row(), mock.patch.dict(select.BACKENDS, cpu=lambda: TRITON):
+    with products_by_row(), mock.patch.dict(select.BACKENDS, cpu=lambda dtype: TRITON):
         return worker_groups.play(place, **arguments)
 
 

@@ -30,7 +30,7 @@ WIDTHS = [1, 3, 15, 16, 31, 33, 64, 80, 128, 1037]
 # Addition and gating
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 7), (1, 1), (1, 31), (7, 1029), (150, 1024)])
 def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Sums have the bytes of torch. Gated rows are within the rounding of the sigmoid and of the product."""
@@ -47,11 +47,8 @@ def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None
     gated = rows_ops.make(KERNELS).gate_rows(gates, a)
     assert same_bytes(a, before[0])
     assert same_bytes(b, before[1])
-    if dtype == torch.float16:
-        assert same_bytes(gated, gates.sigmoid() * a)
-    else:
-        tolerance = 1e-6 if dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(gated.double(), gates.double().sigmoid() * a.double(), rtol=tolerance, atol=1e-37)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(gated.double(), gates.double().sigmoid() * a.double(), rtol=tolerance, atol=1e-37)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,9 +75,7 @@ def normed_in_float64(x: Tensor, weight: Tensor) -> Tensor:
 def assert_is_norm(actual: Tensor, x: Tensor, weight: Tensor) -> None:
     assert actual.dtype == x.dtype
     assert actual.shape == x.shape
-    if x.dtype == torch.float16:
-        assert same_bytes(actual, rows_ops.make(REFERENCE).rms_norm(x, weight, EPSILON))
-    elif x.dtype == torch.float32:
+    if x.dtype == torch.float32:
         torch.testing.assert_close(actual.double(), normed_in_float64(x, weight), atol=1e-6, rtol=1e-6)
     else:
         # Both round at the same two places, so only the order of the sum differs and few numbers are one step away.
@@ -101,7 +96,7 @@ def random_rows(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (heads if draw.random() < 0.5 else heads[:, 0]), weight
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(12))
 def test_norm_and_norm_after_an_addition(dtype: torch.dtype, seed: int) -> None:
     x, weight = random_rows(seed, dtype)
@@ -116,7 +111,7 @@ def test_norm_and_norm_after_an_addition(dtype: torch.dtype, seed: int) -> None:
     assert same_bytes(update, before[1])
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [57, 66])
 def test_norm_in_place_leaves_the_rest_of_wider_rows(dtype: torch.dtype, width: int) -> None:
     wide = torch.randn(5, 100).to(dtype)
@@ -182,7 +177,7 @@ def test_heads_of_a_projection_are_rotated_in_place(seed: int, dtype: torch.dtyp
     assert ((rotated.double() - expected).abs() <= expected.abs() * rounding + 2e-6).all()
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_rotation_into_a_part_of_a_wider_tensor(dtype: torch.dtype, is_interleaved: bool) -> None:
     source_TNH, target_TNH = torch.randn(5, 3, 80).to(dtype), torch.randn(5, 3, 100).to(dtype)
@@ -259,7 +254,7 @@ def assert_found(row_maximum: RowMaximum, rows: Tensor) -> None:
             assert index == row.index(max(row))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 2, 31, 1024, 1025, 5000])
 def test_largest_and_first(row_maximum: RowMaximum, width: int, dtype: torch.dtype) -> None:
     draw = random.Random(width)
@@ -284,8 +279,7 @@ def test_every_index(row_maximum: RowMaximum) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 8])
-def test_rows_of_any_layout_on_any_number_of_threads(row_maximum: RowMaximum, num_threads: int) -> None:
+def test_rows_on_any_number_of_threads(row_maximum: RowMaximum, num_threads: int) -> None:
     set_num_threads(num_threads)
     assert_found(row_maximum, torch.randn(40, 3000).bfloat16())
-    assert_found(row_maximum, torch.randn(50, 7).t())
     assert row_maximum(torch.empty(0, 5))[1].shape == (0,)

@@ -16,7 +16,7 @@ from moeserve.ops.threads import set_num_threads
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_weighted_sum(operations: PairKernels, seed: int, dtype: torch.dtype) ->
         expected_TD[pair // top_k] += row.double() * weights_TK[pair // top_k, pair % top_k].double()
     total_TD = operations.weighted_sum(output_RD, pairs_R, weights_TK, dtype)
     assert total_TD.dtype == dtype
-    rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8}[dtype]
     assert ((total_TD.double() - expected_TD).abs() <= expected_TD.abs() * rounding * 1.01 + 2e-6).all()
     assert same_bytes(total_TD, TorchPairs().weighted_sum(output_RD, pairs_R, weights_TK, dtype))
     with_others_RD, with_others_R = output_RD.repeat(2, 1), torch.cat([torch.full_like(pairs_R, -1), pairs_R])

@@ -233,7 +233,7 @@ def test_a_step_without_tokens_or_with_an_empty_chunk_is_no_decode_step() -> Non
 
 
 def selected(name: AttentionChoice) -> Backend:
-    return select_backend(CPU, name, 16)
+    return select_backend(CPU, torch.bfloat16, name, 16)
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from moeserve import ops
-from moeserve.ops import products
+from moeserve.ops import products, select
 from moeserve.ops import rows as rows_ops
 from moeserve.ops import sampling as sampling_ops
-from moeserve.ops import select
 from moeserve.ops.backend import REFERENCE, TRITON, Backend, Implementation, choose
 from moeserve.ops.native import native_kernels
 from moeserve.ops.select import select_backend

@@ -21,6 +21,7 @@ from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.models.registry import describe
+from moeserve.ops.backend import TRITON, in_order
 from moeserve.ops.native import native_kernels
 from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.select import select_backend
@@ -49,7 +50,8 @@ def test_notes(plain: Reference, change: dict[str, Any], num_heads: int, note: s
         **dict(device="cpu", dtype="bfloat16", tensor_parallel_size=1, batch_invariant=False) | change
     )
     model = with_heads(describe(str(plain.folder)).model, num_heads)
-    found = note_on_bytes(cast(Any, config), model, select_backend(torch.device("cpu")))
+    cpu = select_backend(torch.device("cpu"), getattr(torch, config.dtype))
+    found = note_on_bytes(cast(Any, config), model, cpu if config.device == "cpu" else in_order(TRITON))
     if native_kernels() is None and "device" not in change:
         note = "C\\+\\+ kernels"
     if note is None:

@@ -1,7 +1,7 @@
 """Grouped-query attention by C++ kernels over a paged cache.
 
 Results are batch-invariant: a row's bytes do not depend on the chunk, the batch, the number of threads or the block
-size. Dtypes outside `NATIVE_DTYPES` run in plain torch.
+size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.attention.reference import TorchAttention
 from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.ops.rows.cpu import CpuRows
 from moeserve.ops.rows.interface import Rotation
 from moeserve.step_inputs import StepInputs
@@ -27,13 +25,10 @@ class CpuAttention:
 
     def __init__(self, native: ModuleType, shape: AttentionShape) -> None:
         self._native = native
-        self._reference = TorchAttention(shape)
-        self._whole_group_size = shape.whole_group_size
+        self._shape = shape
         self._apply_rope = CpuRows(native).apply_rope
 
     def write(self, key_TGH: Tensor, value_TGV: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
-        if cache.key_scales is not None and key_TGH.dtype not in NATIVE_DTYPES:
-            return self._reference.write(key_TGH, value_TGV, cache, step)
         caches = cache.keys, cache.values, step.cache_slots, cache.key_scales, cache.value_scales
         self._native.write_cache(key_TGH, value_TGV, *caches)
 
@@ -52,19 +47,17 @@ class CpuAttention:
     def attend(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
-        reference = self._reference
-        if query_TNH.dtype not in NATIVE_DTYPES:
-            return reference.attend(query_TNH, cache, step, sinks_N)
+        shape = self._shape
         out_TNV = new_empty(query_TNH, *query_TNH.shape[:2], cache.values.shape[3])
         if is_measured():
             return out_TNV.zero_()
         tensors = (query_TNH, cache.keys, cache.values, step.block_table, step.row_starts, step.context_lens, out_TNV)
         self._native.paged_attention(
             *tensors,
-            scale=reference.scale,
-            window=reference.window,
+            scale=shape.scale,
+            window=shape.window,
             sinks=sinks_N,
-            whole_group_size=self._whole_group_size,
+            whole_group_size=shape.whole_group_size,
             key_scales=cache.key_scales,
             value_scales=cache.value_scales,
         )

@@ -1,7 +1,6 @@
-"""Attention to a window and to compressed entries, and hyper-connections, by C++ kernels.
+"""Attention to a window and to compressed entries by C++ kernels.
 
-Results are batch-invariant: a token's bytes do not depend on the chunk, the batch or the number of threads. Dtypes
-outside `NATIVE_DTYPES` run in plain torch.
+Results are batch-invariant: a token's bytes do not depend on the chunk, the batch or the number of threads.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
-from moeserve.ops.compressed_attention.reference import TorchCompressedAttention
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, L maximum number of vectors
-# that a row attends to, Y values of a token, D model width, X width of all streams, C coefficients
+# that a row attends to, X values and gates of a token, Y = X / 2
 
 
 class CpuCompressedAttention:
@@ -29,11 +26,8 @@ class CpuCompressedAttention:
     def __init__(self, native: ModuleType, shape: CompressedShape) -> None:
         self._native = native
         self._shape = shape
-        self._reference = TorchCompressedAttention(shape)
 
     def pool(self, projected_TX: Tensor, bias_mY: Tensor, tails: Tensor, block_size: int, step: StepInputs) -> Tensor:
-        if projected_TX.dtype not in NATIVE_DTYPES:
-            return self._reference.pool(projected_TX, bias_mY, tails, block_size, step)
         pooled_TH = new_empty(projected_TX, len(projected_TX), bias_mY.shape[1] // self._shape.num_series)
         if is_measured():
             return pooled_TH.zero_()
@@ -81,8 +75,6 @@ class CpuCompressedAttention:
         step: StepInputs,
         windows: StepInputs,
     ) -> Tensor:
-        if query_TNH.dtype not in NATIVE_DTYPES:
-            return self._reference.attend(query_TNH, chosen, sinks_N, cache, step, windows)
         shape, out_TNH = self._shape, new_empty(query_TNH, *query_TNH.shape)
         num_tokens, most_positions = len(query_TNH), step.block_table.shape[1] * cache.block_size
         most_entries = 0 if shape.ratio is None else most_positions // shape.ratio

@@ -1,4 +1,4 @@
-"""Short convolutions by a C++ kernel. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+"""Short convolutions by a C++ kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
-from moeserve.ops.convolution.reference import TorchShortConvolution
 from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.step_inputs import StepInputs
 
 
@@ -21,11 +19,8 @@ class CpuShortConvolution:
     def __init__(self, native: ModuleType, shape: ConvolutionShape) -> None:
         self._native = native
         self._shape = shape
-        self._reference = TorchShortConvolution(shape)
 
     def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
-        if input_TX.dtype not in NATIVE_DTYPES:
-            return self._reference(input_TX, weights, states, step)
         assert step.states is not None
         sizes = len(input_TX), self._shape.num_channels
         out_TC = new_empty(input_TX, *sizes) if self._shape.is_gated else torch.empty(sizes, dtype=torch.float32)

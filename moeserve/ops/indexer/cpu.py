@@ -1,7 +1,6 @@
 """The lightning indexer by C++ kernels.
 
-The entries chosen for a row depend only on its request, not on the chunk, the batch or the number of threads. Dtypes
-outside `NATIVE_DTYPES` run in plain torch.
+The entries chosen for a row depend only on its request, not on the chunk, the batch or the number of threads.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule, num_places
-from moeserve.ops.indexer.reference import TorchIndexer
 from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N heads of the indexer, H size of a key
@@ -24,12 +21,10 @@ class CpuIndexer:
 
     def __init__(self, native: ModuleType, rule: IndexerRule) -> None:
         self._native = native
-        self._reference = TorchIndexer(rule)
+        self._rule = rule
 
     def __call__(self, query_TNH: Tensor, weights_TN: Tensor, key_cache: Tensor, step: StepInputs) -> ChosenEntries:
-        if query_TNH.dtype not in NATIVE_DTYPES:
-            return self._reference(query_TNH, weights_TN, key_cache, step)
-        rule = self._reference.rule
+        rule = self._rule
         chosen = ChosenEntries.new(query_TNH, num_places(rule, key_cache, step))
         if is_measured():
             chosen.slots_TC.zero_()  # so that its memory is measured

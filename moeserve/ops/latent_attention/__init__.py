@@ -27,6 +27,6 @@ def _library(backend: Backend, shape: LatentShape) -> LatentAttentionBackend:
 TABLE: dict[str, Implementation[LatentShape, LatentAttentionBackend]] = {
     LatentChoice.name: Implementation(_library),
     "triton": Implementation(_triton),
-    "cpu": Implementation(lambda backend, shape: CpuLatentAttention(backend.native, *shape)),
+    "cpu": Implementation(lambda backend, shape: CpuLatentAttention(backend.native, shape)),
     "reference": Implementation(lambda backend, shape: TorchLatentAttention(*shape)),
 }

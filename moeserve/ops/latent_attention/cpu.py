@@ -1,4 +1,4 @@
-"""Latent attention by C++ kernels. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+"""Latent attention by C++ kernels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.indexer.interface import ChosenEntries
-from moeserve.ops.latent_attention.reference import TorchLatentAttention
+from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, L latent size, P elements of a latent vector
@@ -22,23 +21,18 @@ class CpuLatentAttention:
 
     takes_all_rows = True
 
-    def __init__(self, native: ModuleType, scale: float, latent_size: int, whole_num_heads: int) -> None:
+    def __init__(self, native: ModuleType, shape: LatentShape) -> None:
         self._native = native
-        self._reference = TorchLatentAttention(scale, latent_size, whole_num_heads)
-        self._whole_num_heads = whole_num_heads
+        self._shape = shape
 
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         self._native.write_cache(latent_TP[:, None], None, cache[:, None], None, step.cache_slots)
 
     def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
         assert max_rows is None, "long chunks run here like all others"
-        if query_TNP.dtype not in NATIVE_DTYPES:
-            return self._reference.attend(query_TNP, cache, step)
         return self._attend(query_TNP, cache[:, None], step.block_table, step.row_starts, step.context_lens)
 
     def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
-        if query_TNP.dtype not in NATIVE_DTYPES:
-            return self._reference.attend_chosen(query_TNP, cache, chosen)
         # Pass each vector as a block and each row as a chunk. The block size does not affect the result.
         vectors = cache.flatten(0, 1)[:, None, None]
         return self._attend(query_TNP, vectors, chosen.slots_TC, chosen.starts, chosen.counts_T)
@@ -46,17 +40,17 @@ class CpuLatentAttention:
     def _attend(
         self, query_TNP: Tensor, vectors: Tensor, block_table: Tensor, row_starts: Tensor, context_lens: Tensor
     ) -> Tensor:
-        latent_size = self._reference.latent_size
-        out_TNL = new_empty(query_TNP, *query_TNP.shape[:2], latent_size)
+        shape = self._shape
+        out_TNL = new_empty(query_TNP, *query_TNP.shape[:2], shape.latent_size)
         if is_measured():
             return out_TNL.zero_()
         tensors = (query_TNP, vectors, vectors, block_table, row_starts, context_lens, out_TNL)
         self._native.paged_attention(
             *tensors,
-            scale=self._reference.scale,
+            scale=shape.scale,
             window=None,
-            value_size=latent_size,
-            whole_group_size=self._whole_num_heads,
+            value_size=shape.latent_size,
+            whole_group_size=shape.whole_num_heads,
         )
         return out_TNL
 

@@ -1,4 +1,4 @@
-"""Linear attention by a C++ kernel. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+"""Linear attention by a C++ kernel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
-from moeserve.ops.linear_attention.reference import TorchLinearAttention
 from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N value heads, V values of a head, X = N * V, C channels
@@ -23,7 +21,6 @@ class CpuLinearAttention:
     def __init__(self, native: ModuleType, shape: LinearAttentionShape) -> None:
         self._native = native
         self._shape = shape
-        self._reference = TorchLinearAttention(shape)
 
     def __call__(
         self,
@@ -35,8 +32,6 @@ class CpuLinearAttention:
         states: Tensor,
         step: StepInputs,
     ) -> Tensor:
-        if gates_TX.dtype not in NATIVE_DTYPES:
-            return self._reference(mixed_TC, gates_TX, decays_TX, rates_TN, weights, states, step)
         assert step.states is not None
         shape = self._shape
         outputs_TX = torch.empty(gates_TX.shape, dtype=torch.float32)

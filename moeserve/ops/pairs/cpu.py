@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.pairs.reference import TorchPairs
 
@@ -16,7 +15,7 @@ from moeserve.ops.pairs.reference import TorchPairs
 
 
 class CpuPairs:
-    """`PairKernels` in C++. Weighted sums in float16, or with a result of another dtype, run in plain torch."""
+    """`PairKernels` in C++. Weighted sums with a result of another dtype run in plain torch."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
@@ -60,7 +59,7 @@ class CpuPairs:
         return out_TV
 
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        if dtype not in NATIVE_DTYPES or output_RD.dtype != dtype:
+        if output_RD.dtype != dtype:
             return self._reference.weighted_sum(output_RD, pair_of_row_R, weights_TK, dtype)
         total_TD = output_RD.new_empty(weights_TK.shape[0], output_RD.shape[1])
         self._native.weighted_sum(output_RD, pair_of_row_R, weights_TK, total_TD)

@@ -36,7 +36,7 @@ class InputChunks:
     Each chunk is summed separately, in float32, and the sums of the chunks are added in a tree, neighbours first. The
     total therefore does not depend on the number of ranks. A bias is added to the sum of the first chunk.
 
-    Only backends with `batch_invariant_dtypes` use chunks; the others add inputs in any order.
+    Only batch-invariant backends use chunks; the others add inputs in any order.
     """
 
     size: int  # inputs per chunk; the last chunk may have fewer

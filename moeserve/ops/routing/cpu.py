@@ -1,4 +1,4 @@
-"""The choice of each token's experts by a C++ kernel. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+"""The choice of each token's experts by a C++ kernel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.ops.routing.interface import ChooseCopies, RouterConfig
-from moeserve.ops.routing.reference import TorchRouter
 
 # T tokens, D model width, E experts, K experts per token, W copies of an expert at most
 
@@ -19,7 +17,6 @@ class CpuRouter:
 
     def __init__(self, native: ModuleType, config: RouterConfig) -> None:
         self._native = native
-        self._reference = TorchRouter(config)
         self._top_k = config.top_k
         self._rules = config.kernel_arguments | {"tolerance": config.tolerance}
 
@@ -32,8 +29,6 @@ class CpuRouter:
         given_TK: Tensor | None = None,
         factors_E: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if hidden_TD.dtype not in NATIVE_DTYPES:
-            return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK, factors_E)
         num_tokens = hidden_TD.shape[0]
         experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64)
         weights_TK = torch.empty(num_tokens, self._top_k, dtype=torch.float32)

@@ -1,7 +1,4 @@
-"""Operations on single rows by C++ kernels.
-
-Dtypes outside `NATIVE_DTYPES` run in plain torch.
-"""
+"""Operations on single rows by C++ kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.native import NATIVE_DTYPES
-from moeserve.ops.rows import reference
 from moeserve.ops.rows.interface import Rotation, RowOperations
 
 # T tokens, D width of a row, N heads, H head size
@@ -25,22 +20,16 @@ class CpuRows:
         self._native = native
 
     def add(self, a_TD: Tensor, b_TD: Tensor) -> Tensor:
-        if a_TD.dtype not in NATIVE_DTYPES:
-            return torch.add(a_TD, b_TD)
         out_TD = new_empty(a_TD, *a_TD.shape)
         self._native.add(a_TD, b_TD, out_TD)
         return out_TD
 
     def add_scaled(self, a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
-        if a_TD.dtype not in NATIVE_DTYPES:
-            return reference.add_scaled(a_TD, b_TD, factor_1)
         out_TD = new_empty(a_TD, *a_TD.shape)
         self._native.add(a_TD, b_TD, out_TD, factor_1)
         return out_TD
 
     def gate_rows(self, gates: Tensor, rows_TD: Tensor) -> Tensor:
-        if rows_TD.dtype not in NATIVE_DTYPES:
-            return reference.gate_rows(gates, rows_TD)
         out_TD = new_empty(rows_TD, *rows_TD.shape)
         self._native.gate_rows(gates, rows_TD, out_TD)
         return out_TD
@@ -50,39 +39,27 @@ class CpuRows:
 
         The input may be a view of a fused projection.
         """
-        if x_TD.dtype not in NATIVE_DTYPES:
-            return reference.rms_norm(x_TD, weight_D, epsilon)
         out_TD = torch.empty_like(x_TD)
         self._native.rms_norm(x_TD, weight_D, epsilon, out_TD)
         return out_TD
 
     def rms_norm_in_place(self, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
-        if x_TD.dtype not in NATIVE_DTYPES:
-            return reference.rms_norm_in_place(x_TD, weight_D, epsilon)
         self._native.rms_norm(x_TD, weight_D, epsilon, x_TD)
 
     def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> Tensor:
-        if x_TD.dtype not in NATIVE_DTYPES:
-            return reference.layer_norm(x_TD, weight_D, bias_D, epsilon)
         out_TD = torch.empty_like(x_TD)
         self._native.layer_norm(x_TD, weight_D, bias_D, epsilon, out_TD)
         return out_TD
 
     def layer_norm_in_place(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, epsilon: float) -> None:
-        if x_TD.dtype not in NATIVE_DTYPES:
-            return reference.layer_norm_in_place(x_TD, weight_D, bias_D, epsilon)
         self._native.layer_norm(x_TD, weight_D, bias_D, epsilon, x_TD)
 
     def add_rms_norm(self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        if x_TD.dtype not in NATIVE_DTYPES:
-            return reference.add_rms_norm(x_TD, update_TD, weight_D, epsilon)
         sum_TD, out_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
         self._native.add_rms_norm(x_TD, update_TD, weight_D, epsilon, sum_TD, out_TD)
         return sum_TD, out_TD
 
     def apply_rope(self, heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None) -> Tensor:
-        if heads_TNH.dtype not in NATIVE_DTYPES:
-            return reference.apply_rope(heads_TNH, rotation, out_TNH)
         out_TNH = heads_TNH if out_TNH is None else out_TNH
         self._native.apply_rope(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)
         return out_TNH

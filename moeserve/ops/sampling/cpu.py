@@ -1,4 +1,4 @@
-"""The choice of the next tokens by C++ kernels. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+"""The choice of the next tokens by C++ kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import NATIVE_DTYPES
-from moeserve.ops.sampling import reference
 from moeserve.ops.sampling.reference import Array, choose_with
 
 # R rows, V vocabulary, W fields of SAMPLING_SETTINGS
@@ -22,8 +20,6 @@ class CpuSampling:
         self._native = native
 
     def row_maximum(self, rows_RV: Tensor) -> tuple[Tensor, Tensor]:
-        if rows_RV.dtype not in NATIVE_DTYPES or rows_RV.stride(1) != 1:
-            return reference.row_maximum(rows_RV)
         largest_R = torch.empty(len(rows_RV), dtype=torch.float32)
         indices_R = torch.empty(len(rows_RV), dtype=torch.int64)
         self._native.row_maximum(rows_RV, largest_R, indices_R)
@@ -35,7 +31,7 @@ class CpuSampling:
     def _draw_tokens(self, scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
         tokens_R = torch.empty(len(scores_RV), dtype=torch.int64)
         self._native.draw_tokens(
-            scores_RV if scores_RV.stride(1) == 1 else scores_RV.contiguous(),
+            scores_RV,
             torch.from_numpy(settings["temperature"].astype(np.float32)),
             torch.from_numpy(settings["top_k"].copy()),
             torch.from_numpy(settings["top_p"].astype(np.float32)),

@@ -35,6 +35,6 @@ class SamplingOperations(NamedTuple):
     """The operations of a sampler."""
 
     # rows_RV -> the largest number of each row [R], in a dtype that holds it exactly, and its index [R] int64. Ties go
-    # to the lowest index, and NaN is larger than any number.
+    # to the lowest index, and NaN is larger than any number. Rows are contiguous.
     row_maximum: Callable[[Tensor], tuple[Tensor, Tensor]]
     choose_tokens: ChooseTokens

@@ -1,4 +1,4 @@
-"""The selective scan by a C++ kernel. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+"""The selective scan by a C++ kernel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from types import ModuleType
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
-from moeserve.ops.selective_scan.reference import SelectiveScanWeights, torch_selective_scan
+from moeserve.ops.native import is_measured
+from moeserve.ops.selective_scan.reference import SelectiveScanWeights
 from moeserve.step_inputs import StepInputs
 
 # C channels, N values of a channel's state
@@ -33,8 +32,6 @@ class CpuSelectiveScan:
         step: StepInputs,
     ) -> Tensor:
         inputs = values_TC, steps_TC, inputs_TN, outputs_TN, gates_TC
-        if gates_TC.dtype not in NATIVE_DTYPES:
-            return torch_selective_scan(*inputs, weights, states, step)
         assert step.states is not None
         out_TC = new_empty(gates_TC, *gates_TC.shape)
         if is_measured():

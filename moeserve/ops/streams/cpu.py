@@ -1,4 +1,4 @@
-"""Hyper-connections by C++ kernels. Dtypes outside `NATIVE_DTYPES` run in plain torch."""
+"""Hyper-connections by C++ kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.native import NATIVE_DTYPES
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
-from moeserve.ops.streams.reference import TorchStreams
 
 # T tokens, D model width, X width of all streams, C coefficients
 
@@ -22,11 +20,8 @@ class CpuStreams:
         self._native = native
         self._config = config
         self._norm_epsilon = norm_epsilon
-        self._reference = TorchStreams(config, norm_epsilon)
 
     def collapse(self, streams_TX: Tensor, weights: StreamsWeights) -> tuple[Tensor, Tensor]:
-        if streams_TX.dtype not in NATIVE_DTYPES:
-            return self._reference.collapse(streams_TX, weights)
         config, num_tokens = self._config, len(streams_TX)
         collapsed_TD = new_empty(streams_TX, num_tokens, streams_TX.shape[1] // config.num_streams)
         coefficients_TC = torch.empty(num_tokens, len(weights.base_C), dtype=torch.float32)
@@ -45,8 +40,6 @@ class CpuStreams:
         return collapsed_TD, coefficients_TC
 
     def expand(self, streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tensor) -> Tensor:
-        if streams_TX.dtype not in NATIVE_DTYPES:
-            return self._reference.expand(streams_TX, update_TD, coefficients_TC)
         out_TX = new_empty(streams_TX, *streams_TX.shape)
         num_streams = self._config.num_streams
         self._native.expand_streams(streams_TX, update_TD, coefficients_TC, out_TX, num_streams=num_streams)
