@@ -102,11 +102,10 @@ def random_logits(rows: int, vocabulary: int, *, seed: int = 0, dtype: torch.dty
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Return a function that sets the tokens in the head of a row, and the scores processed together."""
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the number of scores processed together."""
 
-    def set_sizes(head_size: int, piece_size: int) -> None:
-        monkeypatch.setattr(sampling, "HEAD_SIZE", head_size)
+    def set_sizes(piece_size: int) -> None:
         monkeypatch.setattr(sampling, "PIECE_SIZE", {"cpu": piece_size, "cuda": piece_size})
         monkeypatch.setattr(sampling, "FLOAT_PIECE_SIZE", piece_size)
 
@@ -220,14 +219,13 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[RowSpec]]:
     return torch.tensor(rows, dtype=dtype).view(len(rows), vocabulary), specs
 
 
-@given(rows_and_specs(), st.sampled_from([1, 2, 5, 256]), st.sampled_from([1, 100, 2**18]))
+@given(rows_and_specs(), st.sampled_from([1, 100, 2**18]))
 @settings(max_examples=120)
-def test_tokens_equal_the_reference(batch: tuple[Tensor, list[RowSpec]], head_size: int, piece_size: int) -> None:
+def test_tokens_equal_the_reference(batch: tuple[Tensor, list[RowSpec]], piece_size: int) -> None:
     logits_LV, specs = batch
     expected = [reference_token(logits, spec) for logits, spec in zip(logits_LV.tolist(), specs, strict=True)]
     before_LV = logits_LV.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "HEAD_SIZE", head_size)
         patch.setattr(sampling, "PIECE_SIZE", {"cpu": piece_size})
         patch.setattr(sampling, "FLOAT_PIECE_SIZE", piece_size)
         assert tokens(logits_LV, specs) == expected
@@ -268,7 +266,6 @@ def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPat
     return tokens(row_V.expand(len(numbers), -1), [spec(position=i, **params) for i in range(len(numbers))])
 
 
-@pytest.mark.parametrize("head_size", [3, 256])
 @pytest.mark.parametrize("vocabulary", [57, 400])
 @pytest.mark.parametrize(
     "params",
@@ -282,13 +279,8 @@ def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_kept_tokens_and_probabilities_equal_transformers(
-    params: dict[str, Any],
-    vocabulary: int,
-    head_size: int,
-    small_pieces: Callable[[int, int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    params: dict[str, Any], vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_pieces(head_size, 2**18)
     row_V = random_logits(1, vocabulary, seed=vocabulary)[0]
     scores_LV = row_V[None].double()
     # in the order of RequestParams
@@ -340,10 +332,10 @@ def check_logprobs(found: TokenLogprobs | None, row_V: Tensor, token_id: int, nu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("piece_size", [1, 700, 2**18])
 def test_logprobs_are_log_softmax_of_raw_logits(
-    piece_size: int, dtype: torch.dtype, small_pieces: Callable[[int, int], None]
+    piece_size: int, dtype: torch.dtype, small_pieces: Callable[[int], None]
 ) -> None:
     """Equal logits share a rank, and the lowest id comes first."""
-    small_pieces(256, piece_size)
+    small_pieces(piece_size)
     logits_LV = (random_logits(7, 300, dtype=dtype) * 4).round() / 4  # with zeros of both signs
     nums = [0, 1, 5, None, 64, 3, 400]
     params = {"temperature": 2.0, "top_k": 20, "logit_bias": {3: 50.0}, "min_p": 0.01}
@@ -400,7 +392,7 @@ def mixed_specs(num: int, vocabulary: int) -> list[RowSpec]:
     [(40, 1003, torch.float32), (40, 1003, torch.bfloat16), (9, 50_021, torch.bfloat16)],
 )
 def test_a_row_gives_the_same_bytes_in_any_batch(
-    rows: int, vocabulary: int, dtype: torch.dtype, small_pieces: Callable[[int, int], None]
+    rows: int, vocabulary: int, dtype: torch.dtype, small_pieces: Callable[[int], None]
 ) -> None:
     logits_LV = random_logits(rows, vocabulary, dtype=dtype)
     specs = mixed_specs(rows, vocabulary)
@@ -415,7 +407,7 @@ def test_a_row_gives_the_same_bytes_in_any_batch(
 
     num_threads = torch.get_num_threads()
     for piece_size, threads in [(1, 1), (vocabulary * 3, 2), (2**30, 3)]:
-        small_pieces(256, piece_size)
+        small_pieces(piece_size)
         torch.set_num_threads(threads)
         try:
             assert as_bytes(sample(logits_LV, specs)) == together

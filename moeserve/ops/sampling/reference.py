@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.step_inputs import SAMPLING_SETTINGS
 
-# R rows of scores, V vocabulary, H most likely tokens of a row, most likely first, W fields of SAMPLING_SETTINGS
+# R rows of scores, V vocabulary, W fields of SAMPLING_SETTINGS
 
 Array = npt.NDArray[Any]
 # Draw a token from each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].
@@ -25,8 +25,6 @@ Draw = Callable[[Tensor, Array, Array], Tensor]
 PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
 # Maximum number of scores processed together in float32.
 FLOAT_PIECE_SIZE = 2**24
-# Almost every random choice is among this many most likely tokens. The whole row is sorted only if it is not.
-HEAD_SIZE = 256
 UNIFORMS_AT_ONCE = 32
 
 
@@ -78,64 +76,29 @@ def _uniforms(seed: int, block: int) -> list[float]:
 
 
 def draw(scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
-    """Draw one token of each row, see `Draw`. A row is sorted as a whole only if the choice is outside its head."""
-    drawn = [
-        token
-        for rows in pieces(np.arange(len(numbers)), scores_RV)
-        for token in _draw(scores_RV, settings, numbers, rows)
-    ]
+    """Draw one token of each row, see `Draw`."""
+    drawn = [_draw(*row) for row in zip(scores_RV, settings, numbers.tolist(), strict=True)]
     return torch.tensor(drawn, dtype=torch.int64, device=scores_RV.device)
 
 
-def _draw(all_scores_RV: Tensor, settings: Array, numbers: Array, rows: Array) -> Iterator[int]:
-    scores_RV = all_scores_RV[rows[0] : rows[-1] + 1]
-    temperatures_R1 = torch.from_numpy(settings["temperature"][rows, None]).to(scores_RV.device)
-    # Subtracting the highest before dividing avoids infinity / infinity at the smallest temperatures.
-    shifted_RV = (scores_RV - scores_RV.amax(dim=1, keepdim=True)).double()
-    probabilities_RV = torch.softmax(shifted_RV / temperatures_R1, dim=-1)
-    keys_RV = order_keys(scores_RV)
-    head_RH = tokens_of(keys_RV.topk(min(HEAD_SIZE, keys_RV.shape[1])).values)
-    head_probabilities_RH = probabilities_RV.gather(1, head_RH).cpu().numpy()
-    is_whole_row = head_RH.shape == scores_RV.shape
-
-    for row, order_H in enumerate(head_RH.cpu()):
-        request, number = settings[rows[row]], float(numbers[rows[row]])
-        place = _place(head_probabilities_RH[row], request, number, is_whole_row=is_whole_row)
-        if place is None:
-            # numpy sorts integers several times faster than torch.
-            order_H = tokens_of(torch.from_numpy(np.sort(keys_RV[row].cpu().numpy())[::-1].copy()))
-            place = _place(probabilities_RV[row].cpu()[order_H].numpy(), request, number, is_whole_row=True)
-        assert place is not None, "a whole row always has a choice"
-        yield int(order_H[place])
-
-
-def _place(probabilities_H: Array, settings: Any, number: float, *, is_whole_row: bool) -> int | None:
-    """Return the index of the kept token whose share of the cumulative probability contains `number` in [0, 1).
-
-    Return None if more of the row is needed.
+def _draw(scores_V: Tensor, settings: Any, number: float) -> int:
+    """Return the kept token whose share of the cumulative probability contains `number` in [0, 1).
 
     The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
     """
-    top_k, top_p, min_p = int(settings["top_k"]), float(settings["top_p"]), float(settings["min_p"])
-    num_kept = int(np.count_nonzero(probabilities_H >= min_p * probabilities_H[0]))
-    if top_k > 0:
-        num_kept = min(num_kept, top_k)
-    cumulative_H = np.cumsum(probabilities_H[:num_kept])
-    if is_whole_row or num_kept < len(probabilities_H):
-        total = cumulative_H[-1]
-    elif min_p == 0.0 and top_k <= 0:
-        total = 1.0  # all tokens are kept, so their probabilities add up to one
-    else:
-        return None
-
-    if top_p < 1.0:
-        crossing = int(np.searchsorted(cumulative_H, top_p * total))  # index of the token that reaches the bound
-        if crossing == len(cumulative_H):
-            return None
-        total = cumulative_H[crossing]
-    # On a whole row this always finds a token, because number * total rounds to less than the total.
-    place = int(np.searchsorted(cumulative_H, number * total, side="right"))
-    return place if place < len(cumulative_H) else None
+    order_V = tokens_of(order_keys(scores_V[None])[0].sort(descending=True).values)
+    # Subtracting the highest before dividing avoids infinity / infinity at the smallest temperatures.
+    shifted_V = (scores_V - scores_V.max()).double() / float(settings["temperature"])
+    probabilities_V = torch.softmax(shifted_V, dim=-1)[order_V].cpu().numpy()
+    num_kept = int(np.count_nonzero(probabilities_V >= float(settings["min_p"]) * probabilities_V[0]))
+    if settings["top_k"] > 0:
+        num_kept = min(num_kept, int(settings["top_k"]))
+    cumulative_V = np.cumsum(probabilities_V[:num_kept])
+    last = num_kept - 1
+    if settings["top_p"] < 1.0:  # the token that reaches the bound is the last
+        last = int(np.searchsorted(cumulative_V, float(settings["top_p"]) * cumulative_V[-1]))
+    # This always finds a token, because the product rounds to less than the last number.
+    return int(order_V[np.searchsorted(cumulative_V, number * cumulative_V[last], side="right")])
 
 
 def order_keys(scores_RV: Tensor) -> Tensor:
