@@ -35,8 +35,8 @@ from moeserve.ops.attention.dense import attend_causally
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.latent_attention.interface import LatentShape
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
-from moeserve.ops.threads import set_num_threads
 
 KERNELS = select_backend(torch.device("cpu"))
 DECODE_BATCHES = (1, 8, 32)

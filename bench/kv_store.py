@@ -26,7 +26,7 @@ from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.harness import Row, add_models, at_least, make_parser, ratio_of_medians
 from moeserve.bench.report import show_and_save
 from moeserve.models.inspection import inspect
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import set_num_threads
 
 MODELS = ("qwen3-mini", "deepseek-mini")
 FIRST_TOKENS, TURN_TOKENS, NEW_TOKENS = 512, 128, 16

@@ -27,7 +27,7 @@ from moeserve.bench.decode import Workload, draw_prompts
 from moeserve.bench.engines import QUANTIZATIONS
 from moeserve.bench.harness import Row, add_models, at_least, interleave, make_parser, percentile
 from moeserve.bench.report import show_and_save
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import set_num_threads
 from moeserve.sampling_params import RequestOutputKind
 
 MODELS = ("mixtral-mini",)

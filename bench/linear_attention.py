@@ -26,8 +26,8 @@ from moeserve.bench.report import show_and_save
 from moeserve.ops import linear_attention as linear_attention_ops
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
-from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import StateRows
 
 KERNELS = select_backend(torch.device("cpu"))

@@ -45,11 +45,11 @@ from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops import pairs as pairs_ops
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.products.interface import MXFP4_GROUP, OpenWeights, RowGroups
 from moeserve.ops.rows.activations import SwiGLU
 from moeserve.ops.select import select_backend
-from moeserve.ops.threads import set_num_threads
 
 # E experts, D model width, F expert width, T rows, K experts of a row
 

@@ -35,9 +35,9 @@ from moeserve.layers.moe.router import Routing
 from moeserve.machine import usable_cores
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.rows.interface import plain_rows
 from moeserve.ops.select import select_backend
-from moeserve.ops.threads import set_num_threads
 from moeserve.processes.child import Parent
 from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.local import start_process

@@ -32,8 +32,8 @@ from moeserve.ops.backend import REFERENCE
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.ops.latent_attention.interface import LatentShape
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
-from moeserve.ops.threads import set_num_threads
 
 KERNELS = select_backend(torch.device("cpu"))
 CONTEXTS = (1024, 4096, 16384, 65536)

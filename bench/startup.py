@@ -37,7 +37,7 @@ from moeserve.bench.peers.peers import PEERS, start_peer
 from moeserve.bench.report import show_and_save
 from moeserve.config.environment import cache_folder
 from moeserve.errors import EngineError
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import set_num_threads
 
 MODELS = ("mixtral-mini",)
 START_ONCE = "moeserve.bench.start_once"

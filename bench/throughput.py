@@ -41,8 +41,7 @@ from moeserve.bench.harness import (
 from moeserve.bench.limits import LimitProbe, MachineLimits
 from moeserve.bench.report import show_and_save
 from moeserve.models.registry import describe
-from moeserve.ops.native import native_kernels
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import native_kernels, set_num_threads
 
 MODELS = ("mixtral-mini", "deepseek-mini", "qwen3-mini")
 BATCHES = (1, 8, 32)

@@ -1,10 +1,13 @@
-"""The extension module with the C++ kernels, if it was built."""
+"""The extension module with the C++ kernels, if it was built, and settings of its threads."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import threading
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -13,6 +16,8 @@ from moeserve.config.resolve import INSTALL_COMPILER
 from moeserve.errors import SettingsError
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs in plain torch
+
+_thread = threading.local()
 
 
 def missing_kernels() -> str:
@@ -37,3 +42,30 @@ def native_kernels() -> ModuleType | None:
         return kernels if kernels.usable_isas() else None
     except ValueError as error:
         raise SettingsError(str(error)) from None
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set the number of threads of an operation, including the caller. Torch and the C++ kernels share the threads.
+
+    Raises:
+        ValueError: the number is less than 1.
+    """
+    if num_threads < 1:
+        raise ValueError(f"num_threads={num_threads}, but it must be at least 1")
+    torch.set_num_threads(num_threads)
+    if kernels := native_kernels():
+        kernels.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def measure_memory_only() -> Iterator[None]:
+    """Skip this thread's products and attention, which take most of a large step's time; they return zeros."""
+    _thread.is_measured = True
+    try:
+        yield
+    finally:
+        _thread.is_measured = False
+
+
+def is_measured() -> bool:
+    return getattr(_thread, "is_measured", False)

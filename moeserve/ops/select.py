@@ -12,8 +12,7 @@ import torch
 
 from moeserve.ops.attention.library import with_attention_library
 from moeserve.ops.backend import REFERENCE, TRITON, Backend, in_order
-from moeserve.ops.measured_step import measure_memory_only
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops.native import NATIVE_DTYPES, measure_memory_only, native_kernels
 from moeserve.ops.products.cpu import CpuPacking
 from moeserve.ops.side_stream import CudaSideStream
 

@@ -11,32 +11,32 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A result that is ready."""
+class Pending:
+    """A result that may still be being computed in another CUDA stream."""
 
     result: Tensor
+    stream: torch.cuda.Stream | None = None
 
     def wait(self) -> Tensor:
+        """Return the result, ready for the caller's stream."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
         return self.result
+
+
+class SideStream(Protocol):
+    """An executor that overlaps computations with the caller's work if the device supports it."""
+
+    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Pending:
+        """Start compute(input). Call `wait` on the returned object before using the result."""
+        ...
 
 
 class InlineStream:
     """A `SideStream` for devices without streams: `start` computes at once."""
 
-    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Computed:
-        return Computed(compute(input))
-
-
-@dataclass(frozen=True)
-class InStream:
-    """A result that is being computed in another CUDA stream."""
-
-    result: Tensor
-    stream: torch.cuda.Stream
-
-    def wait(self) -> Tensor:
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return self.result
+    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Pending:
+        return Pending(compute(input))
 
 
 class CudaSideStream:
@@ -49,23 +49,7 @@ class CudaSideStream:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
-    def start(self, compute: Callable[[Any], Tensor], input: Any) -> InStream:
+    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Pending:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            return InStream(compute(input), self._stream)
-
-
-class Pending(Protocol):
-    """A result whose computation may not have finished."""
-
-    def wait(self) -> Tensor:
-        """Return the result, ready for the caller's stream."""
-        ...
-
-
-class SideStream(Protocol):
-    """An executor that overlaps computations with the caller's work if the device supports it."""
-
-    def start(self, compute: Callable[[Any], Tensor], input: Any) -> Pending:
-        """Start compute(input). Call `wait` on the returned object before using the result."""
-        ...
+            return Pending(compute(input), self._stream)

@@ -34,9 +34,8 @@ from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
 from moeserve.ops.backend import Backend
-from moeserve.ops.native import missing_kernels
+from moeserve.ops.native import missing_kernels, set_num_threads
 from moeserve.ops.side_stream import CudaSideStream
-from moeserve.ops.threads import set_num_threads
 from moeserve.protocol import RankReport, StepPlan, StepResult, TransferOutcome
 from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow

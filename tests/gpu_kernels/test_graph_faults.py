@@ -113,9 +113,9 @@ def host_wait(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
 def wrong_stream(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A side stream that does not wait for its input."""
 
-    def start(self: Any, compute: Callable[[Tensor], Tensor], input: Tensor) -> side_stream.InStream:
+    def start(self: Any, compute: Callable[[Tensor], Tensor], input: Tensor) -> side_stream.Pending:
         with torch.cuda.stream(self._stream):
-            return side_stream.InStream(compute(input), self._stream)
+            return side_stream.Pending(compute(input), self._stream)
 
     monkeypatch.setattr(side_stream.CudaSideStream, "start", start)
     return table
@@ -136,7 +136,7 @@ def early_wait(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 def no_wait_for_a_result(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    monkeypatch.setattr(side_stream.InStream, "wait", lambda self: self.result)
+    monkeypatch.setattr(side_stream.Pending, "wait", lambda self: self.result)
     return table
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import native_kernels
+from moeserve.ops.native import native_kernels, set_num_threads
 from moeserve.ops.select import select_backend
-from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 NUM_SPARE_BLOCKS = 3

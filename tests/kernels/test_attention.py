@@ -43,7 +43,7 @@ from moeserve.ops.attention import dense as dense_attention
 from moeserve.ops.attention.dense import visible_positions
 from moeserve.ops.backend import REFERENCE, Backend
 from moeserve.ops.latent_attention.reference import gather_latents
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import set_num_threads
 
 SMALL = {"paged": Shape(4, 2, 64), "latent": Shape(4, 1, 32, latent_size=24)}
 SHAPES = {
@@ -364,7 +364,7 @@ import os, sys
 import torch
 from attention_cases import Shape, attend, make_case
 from paged_steps import KERNELS, kernels
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import set_num_threads
 
 case = make_case([(1, 3200), (1, 100)], Shape(4, 2, 64))
 set_num_threads(2)

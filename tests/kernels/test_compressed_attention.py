@@ -18,9 +18,9 @@ from moeserve.ops import streams as streams_ops
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import IndexerRule
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
-from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, H head size, I size of an indexer's key, n heads of an indexer, m tokens of a window, Y

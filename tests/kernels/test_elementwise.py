@@ -14,8 +14,8 @@ from torch import Tensor
 from moeserve.ops import rows as rows_ops
 from moeserve.ops import sampling as sampling_ops
 from moeserve.ops.backend import REFERENCE
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.rows.interface import Rotation
-from moeserve.ops.threads import set_num_threads
 
 # T tokens, N heads, H head size, F rotated pairs, D width of a row
 

@@ -25,7 +25,7 @@ from moeserve.ops import attention as attention_ops
 from moeserve.ops.attention.float8_rows import decode_rows, encode_rows
 from moeserve.ops.attention.interface import KeyValueCache
 from moeserve.ops.backend import REFERENCE, Backend
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import set_num_threads
 
 CODES = torch.arange(256, dtype=torch.uint8)
 # All numbers of E4M3 by the definition of the format: sign, 4 bits of exponent with bias 7, 3 bits of fraction.

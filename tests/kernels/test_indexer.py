@@ -16,7 +16,7 @@ from moeserve.ops import rows as rows_ops
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.indexer.interface import IndexerRule
 from moeserve.ops.latent_attention.interface import LatentShape
-from moeserve.ops.threads import set_num_threads
+from moeserve.ops.native import set_num_threads
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 LENGTHS = [(1, 150), (23, 23), (9, 40), (1, 1), (0, 5), (2, 64)]  # rows and context

@@ -17,9 +17,9 @@ from moeserve.ops.convolution.reference import TorchShortConvolution
 from moeserve.ops.linear_attention.cpu import CpuLinearAttention
 from moeserve.ops.linear_attention.interface import LinearAttentionShape
 from moeserve.ops.linear_attention.reference import TorchLinearAttention
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.selective_scan.cpu import CpuSelectiveScan
 from moeserve.ops.selective_scan.reference import torch_selective_scan
-from moeserve.ops.threads import set_num_threads
 
 pytestmark = needs_kernels
 CASES = [("linear_attention", name) for name in SHAPES] + [("convolution", name) for name in CONVOLUTIONS]

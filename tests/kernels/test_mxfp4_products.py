@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve.ops import products as products_ops
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.products.interface import OpenWeights, PackedWeights, RowGroups
 from moeserve.ops.rows.activations import Activation, SwiGLU
-from moeserve.ops.threads import set_num_threads
 
 pytestmark = needs_kernels
 

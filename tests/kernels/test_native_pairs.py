@@ -10,9 +10,9 @@ from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
 from moeserve.ops import pairs as pairs_ops
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.pairs.interface import Keys, PairKernels
 from moeserve.ops.pairs.reference import TorchPairs
-from moeserve.ops.threads import set_num_threads
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding
 

@@ -15,8 +15,8 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from moeserve.ops import routing as routing_ops
 from moeserve.ops.backend import REFERENCE
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.routing.interface import RouterConfig
-from moeserve.ops.threads import set_num_threads
 
 # T tokens, D model width, E experts, K experts per token
 

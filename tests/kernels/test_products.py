@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops import products as products_ops
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.products.cpu import native_weights
 from moeserve.ops.products.interface import (
     GroupedProduct,
@@ -38,7 +39,6 @@ from moeserve.ops.rows.activations import (
     SwiGLU,
     num_parts_of,
 )
-from moeserve.ops.threads import set_num_threads
 
 pytestmark = needs_kernels
 

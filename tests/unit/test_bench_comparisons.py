@@ -33,8 +33,8 @@ from moeserve.bench.limits import LimitProbe
 from moeserve.bench.peers.adapters.experts import Shape
 from moeserve.bench.peers.environments import PeerError
 from moeserve.ops import pairs as pairs_ops
+from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
-from moeserve.ops.threads import set_num_threads
 
 SMALL_PROBE = functools.partial(LimitProbe, buffer_bytes=1 << 22, matmul_size=128, num_passes=1)
 SHAPE = Shape(num_experts=4, hidden=64, width=96, top_k=2)

@@ -20,7 +20,7 @@ from moeserve.layers.moe.placement.load import ExpertLoad, LoadMeter
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.placement.rebalance import MAX_PIECE_BYTES, Rebalancer, spare_bytes
 from moeserve.ops.backend import REFERENCE
-from moeserve.ops.side_stream import CudaSideStream, InStream
+from moeserve.ops.side_stream import CudaSideStream, Pending
 
 pytest.importorskip("triton")
 import fake_device
@@ -127,7 +127,7 @@ def test_weights_and_tables_switch_between_two_steps(
 
 
 def test_a_missing_event_is_found(device: fake_device.FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InStream, "wait", lambda self: self.result)
+    monkeypatch.setattr(Pending, "wait", lambda self: self.result)
     with pytest.raises(RuntimeError, match="another stream"):
         run(2, lambda group: play(group, 30, on_gpu=group.rank_in_group == 0))
 

@@ -174,7 +174,7 @@ class RankActor(ActorProcess):
         if self._worker is None:
             return b""
         with self._reporting_failures():
-            from moeserve.ops.threads import set_num_threads
+            from moeserve.ops.native import set_num_threads
 
             if not hasattr(self._thread, "is_set"):  # torch's number of threads is set for each calling thread
                 set_num_threads(self._num_threads)

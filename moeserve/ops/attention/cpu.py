@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import is_measured
 from moeserve.ops.rows.cpu import CpuRows
 from moeserve.ops.rows.interface import Rotation
 from moeserve.step_inputs import StepInputs

@@ -13,7 +13,7 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import ChosenEntries
-from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, L maximum number of vectors

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
-from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
 

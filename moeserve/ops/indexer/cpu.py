@@ -10,7 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule, num_places
-from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N heads of the indexer, H size of a key

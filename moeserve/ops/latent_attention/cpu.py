@@ -10,7 +10,7 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.latent_attention.interface import LatentShape
-from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, L latent size, P elements of a latent vector

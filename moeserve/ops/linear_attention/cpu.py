@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
-from moeserve.ops.measured_step import is_measured
+from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N value heads, V values of a head, X = N * V, C channels

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.measured_step import is_measured
-from moeserve.ops.native import NATIVE_DTYPES
+from moeserve.ops.native import NATIVE_DTYPES, is_measured
 from moeserve.ops.products.interface import Gather, OpenWeights, PackedFormat, PackedWeights, RowGroups
 from moeserve.ops.rows.activations import kernel_arguments
 
