@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,17 +19,9 @@ from moeserve.ops import attention as attention_ops
 from moeserve.ops import indexer as indexer_ops
 from moeserve.ops import latent_attention as latent_attention_ops
 from moeserve.ops import rows as rows_ops
+from moeserve.ops.attention.flashinfer import FlashInfer, StepKind, open_flashinfer
 from moeserve.ops.attention.float8_rows import decode_rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.attention.library import (
-    LIBRARY_NAMES,
-    AttentionLibrary,
-    AttentionProblem,
-    LibraryChoice,
-    StepKind,
-    open_library,
-    with_libraries,
-)
 from moeserve.ops.backend import REFERENCE, TRITON, Backend
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule
 from moeserve.ops.latent_attention import interface as latent
@@ -116,13 +109,12 @@ def attend(
         longest: tokens for which the block table has room, as in a graph; 0: those of the longest context.
     """
     shape, chunks = dataclasses.replace(SHAPES[name], dtype=source.dtype), CHUNKS[kind]
-    problem = AttentionProblem(shape, block_size)
     step_kind: StepKind = "decode" if max(num_rows for num_rows, _ in chunks) == 1 else "chunks"
-    libraries = {
-        library.label: with_libraries(TRITON, LibraryChoice(library, block_size))
-        for library in (installed_libraries(source.device) if variant == "plain" else ())
-        if not library.why_unavailable(problem, step_kind)
-    }
+    libraries = {}
+    if variant == "plain" and (package := installed_flashinfer(source.device)):
+        library = FlashInfer(package, source.device, block_size)
+        if not library.why_not(shape, step_kind):
+            libraries[f"flashinfer {package.__version__}"] = TRITON.with_library("flashinfer", library)
     chunks = [chunk for chunk in chunks if chunk[0] or not libraries]
     step = source.step(chunks, block_size)
     if longest:
@@ -144,15 +136,13 @@ def attend(
 
 
 @functools.cache
-def installed_libraries(device: torch.device) -> tuple[AttentionLibrary, ...]:
-    """Return the libraries that can be used on a GPU, and print the reasons for the others."""
-    found = []
-    for name in LIBRARY_NAMES if device.type == "cuda" else ():
-        try:
-            found.append(open_library(name, device))
-        except LibraryUnusable as error:
-            print(f"{name} is left out: {error}", flush=True)
-    return tuple(found)
+def installed_flashinfer(device: torch.device) -> ModuleType | None:
+    """Return FlashInfer if it can be used on a GPU. Otherwise print the reason."""
+    try:
+        return open_flashinfer(device) if device.type == "cuda" else None
+    except LibraryUnusable as error:
+        print(f"flashinfer is left out: {error}", flush=True)
+        return None
 
 
 def attention_work(query_TNH: Tensor, cache: Any, chunks: Chunks, value_size: int, window: int | None = None) -> Work:

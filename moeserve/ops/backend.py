@@ -63,6 +63,10 @@ class Backend:
         """Return the opened library of a type."""
         return next(each for each in self.libraries if isinstance(each, kind))
 
+    def with_library(self, name: str, library: object) -> Backend:
+        """Return the backend with an opened library as the preferred implementation, under this name."""
+        return replace(self, names=(name, *self.names), libraries=(*self.libraries, library))
+
     def note(self, message: str) -> None:
         """Log a message once."""
         if message not in self._noted:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moeserve.ops.attention.library import with_attention_library
+from moeserve.ops.attention.flashinfer import with_flashinfer
 from moeserve.ops.backend import REFERENCE, TRITON, Backend, in_order
 from moeserve.ops.native import NATIVE_DTYPES, measure_memory_only, native_kernels
 from moeserve.ops.products.cpu import CpuPacking
@@ -58,7 +58,7 @@ BACKENDS: dict[str, Callable[[torch.dtype], Backend]] = {
 def select_backend(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
-    attention_library: AttentionChoice = "triton",
+    attention: AttentionChoice = "triton",
     block_size: int | None = None,
     *,
     batch_invariant: bool = False,
@@ -67,8 +67,8 @@ def select_backend(
 
     Args:
         dtype: of activations. On a CPU, plain torch runs if it is not one of `NATIVE_DTYPES`.
-        attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels;
-            "measured": the one that was measured to be the fastest.
+        attention: on a GPU, the implementation of attention; "triton": our own kernels; "measured": the one that was
+            measured to be the fastest.
         block_size: positions in a block of the KV cache; needed unless our own kernels are chosen.
         batch_invariant: return a batch-invariant backend, which is slower on a GPU. The config allows this only with
             our own kernels.
@@ -81,10 +81,10 @@ def select_backend(
         logger.info("no kernels for device %s and %s are installed: plain torch runs, slower", device, dtype)
     if batch_invariant and not backend.is_batch_invariant:
         return in_order(backend)
-    if attention_library == "triton":
+    if attention == "triton":
         return backend
     assert block_size is not None
-    return with_attention_library(backend, attention_library, device, block_size)
+    return with_flashinfer(backend, attention, device, block_size)
 
 
 def supports_bfloat16_products() -> bool:

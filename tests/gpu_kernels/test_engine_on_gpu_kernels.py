@@ -26,10 +26,10 @@ from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops.attention import flashinfer as flashinfer_attention
+from moeserve.ops.attention.flashinfer import FlashInferAttention
 from moeserve.ops.attention.interface import KeyValueCache
-from moeserve.ops.attention.library import LibraryAttention
 from moeserve.ops.attention.triton import TritonAttention
-from moeserve.ops.latent_attention.library import LibraryLatentAttention
+from moeserve.ops.latent_attention.flashinfer import FlashInferLatentAttention
 from moeserve.ops.pairs import triton as triton_pairs
 from moeserve.ops.pairs.triton import TritonPairs
 from moeserve.ops.products.interface import RowGroups
@@ -224,7 +224,7 @@ def test_tokens_with_another_library_equal_transformers(
     reference = reference_named(name)
     with started(reference) as llm:
         attention = networks_of(model_of(llm))[0][0].backend
-        assert isinstance(attention, LibraryAttention)
+        assert isinstance(attention, FlashInferAttention)
         assert isinstance(attention.own, TritonAttention)
         if is_captured:
             Replayed(llm)
@@ -238,7 +238,7 @@ def test_latent_attention_may_use_another_library(
     flashinfer: attention_stand_ins.FlashInfer, reference_named: Callable[[str], Reference]
 ) -> None:
     with started(reference_named("deepseek-v3")) as llm:
-        assert isinstance(networks_of(model_of(llm))[0][0].backend, LibraryLatentAttention)
+        assert isinstance(networks_of(model_of(llm))[0][0].backend, FlashInferLatentAttention)
 
 
 def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

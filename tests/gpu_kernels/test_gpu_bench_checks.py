@@ -29,7 +29,7 @@ from moeserve.bench.gpu.launches import launches_of, untouched_source
 from moeserve.bench.gpu.limits import GpuLimits
 from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.limits import Work
-from moeserve.ops.attention.library import open_library
+from moeserve.ops.attention.flashinfer import open_flashinfer
 from moeserve.ops.backend import REFERENCE, TRITON, Backend
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.rows.interface import Float8Rows
@@ -202,20 +202,20 @@ def timed(call: Callable[[], Any]) -> float:
 def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They get the same inputs as our kernels. A library that fails to run loses no other result."""
     attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
-    library = open_library("flashinfer", torch.device("cpu"))
-    monkeypatch.setattr(attention_cases, "installed_libraries", lambda device: (library,))
+    package = open_flashinfer(torch.device("cpu"))
+    monkeypatch.setattr(attention_cases, "installed_flashinfer", lambda device: package)
     made = {name: make() for name, make in small_cases("attention", torch.float16)}  # bfloat16 is wrong here
     made = {name: case for name, case in made.items() if case.libraries}
     assert len(made) == 5  # steps and block sizes
     for name, case in made.items():
         assert all(ratio <= 1 for _, ratio in case.ratios(TRITON))
         own, other, fastest = kernels.measure(name, case, TRITON, timed, LIMITS)
-        assert (own["name"], other["name"]) == (name, f"{name}, beside {library.label}")
+        assert (own["name"], other["name"]) == (name, f"{name}, beside flashinfer {package.__version__}")
         assert (fastest["fastest"], fastest["choices"]) == ("triton", case.choices)
     attend = attention_stand_ins.attend
     monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
     for case in made.values():
-        assert {name for name, ratio in case.ratios(TRITON) if ratio > 1} == {library.label}
+        assert {name for name, ratio in case.ratios(TRITON) if ratio > 1} == {f"flashinfer {package.__version__}"}
     for message, status in (("no kernel for this shape", "left out"), ("CUDA error: out of memory", None)):
 
         def fail(*args: Any, message: str = message, **options: Any) -> None:

@@ -14,16 +14,14 @@ from typing import Any
 import attention_stand_ins
 import pytest
 import torch
-from attention_stand_ins import VERSION
 from torch import Tensor
 
 from moeserve.config.settings import AttentionChoice
 from moeserve.errors import SettingsError
 from moeserve.ops import attention, measured, select
 from moeserve.ops.attention import flashinfer as flashinfer_attention
-from moeserve.ops.attention.flashinfer import open_flashinfer
+from moeserve.ops.attention.flashinfer import FlashInfer, FlashInferAttention, StepKind, open_flashinfer
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.attention.library import AttentionProblem, LibraryAttention, LibraryChoice, StepKind, open_library
 from moeserve.ops.attention.reference import TorchAttention
 from moeserve.ops.backend import REFERENCE, TRITON, Backend, Implementation
 from moeserve.ops.libraries import LibraryUnusable
@@ -39,13 +37,15 @@ from paged_steps import same_bytes
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, scale=0.125)
-PROBLEM = AttentionProblem(SHAPE, block_size=16)
-LABEL = f"flashinfer {VERSION}"
 Chunks = list[tuple[int, int]]  # rows, and length of the context with them
 
 
-def changed(*, block_size: int = 16, **facts: Any) -> AttentionProblem:
-    return AttentionProblem(dataclasses.replace(SHAPE, **facts), block_size)
+def changed(**facts: Any) -> AttentionShape:
+    return dataclasses.replace(SHAPE, **facts)
+
+
+def opened(block_size: int = 16) -> FlashInfer:
+    return FlashInfer(open_flashinfer(CPU), CPU, block_size)
 
 
 @pytest.fixture
@@ -56,13 +56,12 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfe
     return package
 
 
-def case_of(problem: AttentionProblem, chunks: Chunks, seed: int = 0) -> Case:
+def case_of(given: AttentionShape, chunks: Chunks, seed: int = 0, *, block_size: int = 16) -> Case:
     """Return a step whose queries are parts of wider rows. Numbers where no row may read are large."""
-    given = problem.shape
     shape = Shape(
         given.num_heads, given.num_kv_heads, given.head_size, given.window, given.has_sinks, scale=given.scale
     )
-    return make_case(chunks, shape, block_size=problem.block_size, dtype=given.dtype, seed=seed, unread=100.0)
+    return make_case(chunks, shape, block_size=block_size, dtype=given.dtype, seed=seed, unread=100.0)
 
 
 def attended(case: Case, attend: Callable[..., Tensor]) -> Tensor:
@@ -76,11 +75,9 @@ def check(case: Case, attend: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(given.double(), expected_attention(case)[0], atol=TOLERANCE[given.dtype], rtol=1e-2)
 
 
-def drawn_problem(
-    draw: random.Random, *, block_sizes: list[int], head_sizes: list[int], has_sinks: bool = False
-) -> AttentionProblem:
+def drawn_shape(draw: random.Random, *, head_sizes: list[int], has_sinks: bool = False) -> AttentionShape:
     num_kv_heads, head_size = draw.choice([1, 2, 3]), draw.choice(head_sizes)
-    shape = AttentionShape(
+    return AttentionShape(
         num_heads=num_kv_heads * draw.choice([1, 2, 7]),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
@@ -89,7 +86,6 @@ def drawn_problem(
         window=draw.choice([None, None, 1, 5, 100]),
         has_sinks=has_sinks and draw.random() < 0.5,
     )
-    return AttentionProblem(shape, draw.choice(block_sizes))
 
 
 def drawn_chunks(draw: random.Random, *, is_decode: bool) -> Chunks:
@@ -100,30 +96,31 @@ def drawn_chunks(draw: random.Random, *, is_decode: bool) -> Chunks:
 @pytest.mark.parametrize("seed", range(4))
 def test_one_row_per_chunk_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashInfer) -> None:
     draw = random.Random(seed)
-    problem = drawn_problem(draw, block_sizes=[16, 32, 64, 128], head_sizes=[16, 64, 80, 256], has_sinks=True)
-    library = open_flashinfer(CPU)
-    assert library.why_unavailable(problem, "decode") is None
-    attend = library.make_attend(problem, "decode")
+    shape = drawn_shape(draw, head_sizes=[16, 64, 80, 256], has_sinks=True)
+    block_size = draw.choice([16, 32, 64, 128])
+    library = opened(block_size)
+    assert library.why_not(shape, "decode") is None
+    attend = library.make_attend(shape, "decode")
     for again in range(2):
-        check(case_of(problem, drawn_chunks(draw, is_decode=True), seed + again), attend)
+        check(case_of(shape, drawn_chunks(draw, is_decode=True), seed + again, block_size=block_size), attend)
     assert flashinfer.num_decodes == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_chunks_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashInfer) -> None:
     draw = random.Random(seed)
-    problem = drawn_problem(draw, block_sizes=[1, 7, 16, 256], head_sizes=[64, 128])
-    library = open_flashinfer(CPU)
-    assert library.why_unavailable(problem, "chunks") is None
-    attend = library.make_attend(problem, "chunks")
+    shape, block_size = drawn_shape(draw, head_sizes=[64, 128]), draw.choice([1, 7, 16, 256])
+    library = opened(block_size)
+    assert library.why_not(shape, "chunks") is None
+    attend = library.make_attend(shape, "chunks")
     for again in range(2):
-        check(case_of(problem, drawn_chunks(draw, is_decode=False), seed + again), attend)
+        check(case_of(shape, drawn_chunks(draw, is_decode=False), seed + again, block_size=block_size), attend)
 
 
 def test_padding_changes_no_other_row(flashinfer: attention_stand_ins.FlashInfer) -> None:
     """Graphs are padded with rows in chunks of their own, whose contexts are empty."""
-    attend = open_flashinfer(CPU).make_attend(PROBLEM, "decode")
-    case = case_of(PROBLEM, [(1, 20), (1, 300), (1, 5)])
+    attend = opened().make_attend(SHAPE, "decode")
+    case = case_of(SHAPE, [(1, 20), (1, 300), (1, 5)])
     expected = attended(case, attend)
     step = case.step
     padded = dataclasses.replace(
@@ -139,13 +136,13 @@ def test_padding_changes_no_other_row(flashinfer: attention_stand_ins.FlashInfer
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_stand_ins.FlashInfer) -> None:
-    choice = LibraryChoice(open_flashinfer(CPU), 16)
-    problems = [PROBLEM, PROBLEM, changed(window=4), changed(window=4)]
-    layers = [choice.attention(TorchAttention(problem.shape), problem.shape) for problem in problems]
+    library = opened()
+    shapes = [SHAPE, SHAPE, changed(window=4), changed(window=4)]
+    layers = [library.attention(TorchAttention(shape), shape) for shape in shapes]
     for seed, chunks in enumerate(([(3, 20), (2, 2)], [(3, 20), (2, 2)], [(40, 40)])):
-        case = case_of(PROBLEM, chunks, seed)
-        for layer, problem in zip(layers, problems, strict=True):
-            windowed = dataclasses.replace(case.shape, window=problem.shape.window)
+        case = case_of(SHAPE, chunks, seed)
+        for layer, shape in zip(layers, shapes, strict=True):
+            windowed = dataclasses.replace(case.shape, window=shape.window)
             check(dataclasses.replace(case, shape=windowed), layer.attend)
     assert (flashinfer.num_plans, flashinfer.num_runs) == (2 * 3, 4 * 3)
 
@@ -155,7 +152,7 @@ def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_
     [
         ("decode", dict(dtype=torch.float32), "torch.float32"),
         ("chunks", dict(dtype=torch.float32), "torch.float32"),
-        ("decode", dict(block_size=8), "not 8"),
+        ("decode", {"block_size": 8}, "not 8"),
         ("decode", dict(head_size=72), "not 72"),
         ("decode", dict(head_size=272), "not 272"),
         ("chunks", dict(head_size=80), "not 80"),
@@ -163,7 +160,8 @@ def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_
     ],
 )
 def test_limits(kind: StepKind, facts: dict[str, Any], value: str, flashinfer: attention_stand_ins.FlashInfer) -> None:
-    assert value in str(open_flashinfer(CPU).why_unavailable(changed(**facts), kind))
+    library = opened(facts.pop("block_size", 16))
+    assert value in str(library.why_not(changed(**facts), kind))
 
 
 def test_a_package_without_a_function_or_an_argument_of_it(
@@ -174,62 +172,58 @@ def test_a_package_without_a_function_or_an_argument_of_it(
     with monkeypatch.context() as patch:
         patch.setattr(wrapper, "plan", lambda self, qo_indptr, paged_kv_indptr: None)  # of an older version
         with pytest.raises(LibraryUnusable, match=r"\(1.2.3\) has no .*Wrapper.plan\(causal=\)"):
-            open_library("flashinfer", CPU)
+            open_flashinfer(CPU)
     for owner, name in (
         (module, "BatchPrefillWithPagedKVCacheWrapper"),
         (module.decode, "trtllm_batch_decode_with_kv_cache"),
     ):
         with monkeypatch.context() as patch:
             patch.delattr(owner, name)
-            with pytest.raises(LibraryUnusable, match=f"has no {name}"):
-                open_library("flashinfer", CPU)
+            with pytest.raises(LibraryUnusable, match=f"has no .*{name}"):
+                open_flashinfer(CPU)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(LibraryUnusable, match=r"flashinfer cannot be imported .*pip install flashinfer-python"):
-        open_library("flashinfer", CPU)
+        open_flashinfer(CPU)
 
 
 def test_an_unsupported_gpu(monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(LibraryUnusable, match=r"not made for GPUs of capability 7.5"):
-        open_library("flashinfer", torch.device("cuda", 0))
+        open_flashinfer(torch.device("cuda", 0))
 
 
 # The choice
 
 
-@dataclasses.dataclass(frozen=True)
-class Constant:
-    """A library whose results are all one number."""
-
-    label: str
-    number: float
-    refused: tuple[StepKind, ...] = ()
-
-    def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
-        return f"no {kind}" if kind in self.refused else None
-
-    def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Any:
-        return lambda query_TNH, *others: torch.full_like(query_TNH, self.number)
+ZEROS: Any = SimpleNamespace(
+    attend=lambda query_TNH, *others: torch.zeros_like(query_TNH), rotate_and_write=lambda *args: None
+)
 
 
-ZEROS: Any = SimpleNamespace(attend=Constant("own", 0.0).make_attend(PROBLEM, "decode"), rotate_and_write=None)
-
-
-@pytest.mark.parametrize("refused", [(), ("chunks",), ("decode",), ("chunks", "decode")])
-def test_a_library_serves_where_it_can(refused: tuple[StepKind, ...], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("facts", "refused"),
+    [({}, ""), (dict(has_sinks=True), "chunks"), (dict(head_size=80), "chunks"), (dict(window=-4), "decode chunks")],
+)
+def test_the_library_serves_where_it_can(
+    facts: dict[str, Any],
+    refused: str,
+    flashinfer: attention_stand_ins.FlashInfer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
-    layer = LibraryChoice(Constant("a 1", 1.0, refused), 16).attention(ZEROS, SHAPE)
+    shape = changed(**facts)
+    layer = opened().attention(ZEROS, shape)
     for kind, chunks in (("decode", [(1, 20), (1, 3)]), ("chunks", [(2, 20), (1, 3)])):
-        served = attended(case_of(PROBLEM, chunks), layer.attend)
-        assert torch.all(served == (0.0 if kind in refused else 1.0))
-        assert (f"no {kind}" in caplog.text) == (kind in refused)
+        case = case_of(dataclasses.replace(shape, window=None), chunks)
+        assert torch.all(attended(case, layer.attend) == 0) == (kind in refused)
+        assert (f", {kind}) runs on our kernels" in caplog.text) == (kind in refused)
 
 
 def test_a_step_without_tokens_or_with_an_empty_chunk_is_no_decode_step() -> None:
     own = TorchAttention(SHAPE)
-    layer = LibraryAttention(own, lambda *args: pytest.fail("decode"), own.attend)
-    assert attended(case_of(PROBLEM, []), layer.attend).shape == (0, 4, 64)
-    check(case_of(PROBLEM, [(1, 20), (0, 5)]), layer.attend)
+    layer = FlashInferAttention(own, lambda *args: pytest.fail("decode"), own.attend)
+    assert attended(case_of(SHAPE, []), layer.attend).shape == (0, 4, 64)
+    check(case_of(SHAPE, [(1, 20), (0, 5)]), layer.attend)
 
 
 def selected(name: AttentionChoice) -> Backend:
@@ -239,14 +233,14 @@ def selected(name: AttentionChoice) -> Backend:
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has the kernels of a GPU."""
-    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: TRITON)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda dtype: TRITON)
     monkeypatch.setitem(attention.TABLE, "triton", Implementation(lambda backend, shape: ZEROS))
 
 
 def test_a_library_serves_only_if_it_is_named(own_kernels: None, flashinfer: attention_stand_ins.FlashInfer) -> None:
     assert selected("triton") is TRITON
     layer = attention.make(selected("flashinfer"), SHAPE)
-    check(case_of(PROBLEM, [(1, 20), (1, 3)]), layer.attend)
+    check(case_of(SHAPE, [(1, 20), (1, 3)]), layer.attend)
     assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
 
 
@@ -259,8 +253,8 @@ def test_a_measured_library_serves_the_steps_for_which_it_was_mostly_the_fastest
     faster = [(key, 1, "triton"), (key, 16, "flashinfer"), (key, 64, "flashinfer")]
     measured.save_table(tmp_path / "CPU.json", [*faster, (measured.attention_key(SHAPE, "chunks"), 9, "triton")])
     attend = attention.make(selected("measured"), SHAPE).attend
-    check(case_of(PROBLEM, [(1, 20), (1, 3)]), attend)
-    attended(case_of(PROBLEM, [(4, 20)]), attend)
+    check(case_of(SHAPE, [(1, 20), (1, 3)]), attend)
+    attended(case_of(SHAPE, [(4, 20)]), attend)
     assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert selected("measured") is TRITON, "it is not installed"
@@ -273,6 +267,6 @@ def test_a_named_library_must_be_installed(own_kernels: None, monkeypatch: pytes
 
 
 def test_libraries_need_triton(monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer) -> None:
-    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: REFERENCE)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda dtype: REFERENCE)
     with pytest.raises(SettingsError, match="triton is not installed"):
         selected("flashinfer")

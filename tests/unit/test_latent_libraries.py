@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.latent_attention import flashinfer as flashinfer_latent
-from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
+from moeserve.ops.latent_attention.flashinfer import FlashInferLatent, LatentProblem
 from moeserve.ops.latent_attention.interface import LatentShape
-from moeserve.ops.latent_attention.library import LatentChoice, LatentProblem
 from moeserve.ops.latent_attention.reference import TorchLatentAttention
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
@@ -48,7 +47,7 @@ def case_of(lengths: list[tuple[int, int]], dtype: torch.dtype, *, num_heads: in
 
 
 def layer(package: Any) -> Any:
-    return LatentChoice(FlashInferLatent(package, CPU)).attention(TorchLatentAttention(*SHAPE), SHAPE)
+    return FlashInferLatent(package, CPU).attention(TorchLatentAttention(*SHAPE), SHAPE)
 
 
 def absorbed_by(backend: Any, case: Case, max_rows: int | None) -> Tensor:
@@ -135,8 +134,8 @@ def test_our_kernels_serve_other_steps(what: str, package: Any) -> None:
 )
 def test_limits(problem: LatentProblem, facts: dict[str, Any], value: str, package: Any) -> None:
     library = FlashInferLatent(package, CPU)
-    assert library.why_unavailable(problem) is None
-    assert value in str(library.why_unavailable(dataclasses.replace(problem, **facts)))
+    assert library.why_not(problem) is None
+    assert value in str(library.why_not(dataclasses.replace(problem, **facts)))
 
 
 def test_a_version_without_a_class_or_an_argument_leaves_latent_attention_to_our_kernels(
@@ -146,9 +145,9 @@ def test_a_version_without_a_class_or_an_argument_leaves_latent_attention_to_our
         patch.setattr(
             package.mla.BatchMLAPagedAttentionWrapper, "plan", lambda self, qo_indptr: None
         )  # of an older one
-        assert "Wrapper.plan(causal=)" in str(FlashInferLatent(package, CPU).why_unavailable(ABSORBED))
+        assert "Wrapper.plan(causal=)" in str(FlashInferLatent(package, CPU).why_not(ABSORBED))
     monkeypatch.delattr(package, "mla")
-    assert "BatchMLAPagedAttentionWrapper" in str(FlashInferLatent(package, CPU).why_unavailable(ABSORBED))
+    assert "BatchMLAPagedAttentionWrapper" in str(FlashInferLatent(package, CPU).why_not(ABSORBED))
 
 
 @pytest.mark.parametrize("name", ["BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"])
@@ -159,4 +158,4 @@ def test_the_stand_ins_take_no_argument_that_the_package_lacks(name: str) -> Non
     for method in ("__init__", "plan", "run"):
         needed, known = (inspect.signature(getattr(each, method)).parameters for each in (stand_in, real))
         assert not set(needed) - set(known), method
-    assert not FlashInferLatent(flashinfer, CPU).why_unavailable(ABSORBED)
+    assert not FlashInferLatent(flashinfer, CPU).why_not(ABSORBED)

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from moeserve.ops.attention import flashinfer as flashinfer_attention
 from moeserve.ops.attention import plans
-from moeserve.ops.attention.flashinfer import open_flashinfer
+from moeserve.ops.attention.flashinfer import FlashInfer, open_flashinfer
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.attention.library import AttentionProblem
 from moeserve.ops.latent_attention import flashinfer as flashinfer_latent
-from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
-from moeserve.ops.latent_attention.library import LatentProblem
+from moeserve.ops.latent_attention.flashinfer import FlashInferLatent, LatentProblem
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 from attention_cases import Case, Shape, make_case
@@ -65,7 +63,7 @@ def chunk_runs(copies: SlowCopies, patch: pytest.MonkeyPatch) -> list[Run]:
     patch.setattr(flashinfer_attention, "DECODE_WORKSPACE", attention_stand_ins.SEMAPHORES + 8192)
     copies.watch(sys.modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper, patch)
     shape = AttentionShape(num_heads=N, num_kv_heads=2, head_size=HEAD_SIZE, dtype=torch.bfloat16, scale=0.125)
-    attend = open_flashinfer(CPU).make_attend(AttentionProblem(shape, 16), "chunks")
+    attend = FlashInfer(open_flashinfer(CPU), CPU, 16).make_attend(shape, "chunks")
     cases = cases_of(Shape(N, 2, HEAD_SIZE, scale=0.125))
     return [
         lambda case=case: attend(case.query_TNH, KeyValueCache(case.key_cache, case.value_cache), case.step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moeserve.ops.attention.cpu import CpuAttention
 from moeserve.ops.attention.interface import AttentionBackend, AttentionShape
-from moeserve.ops.attention.library import LibraryChoice
 from moeserve.ops.attention.reference import TorchAttention
 from moeserve.ops.backend import Backend, Implementation, choose
 
@@ -20,12 +19,14 @@ def _triton(backend: Backend, shape: AttentionShape) -> AttentionBackend:
     return TritonAttention(shape, splits_contexts=not backend.is_batch_invariant)
 
 
-def _library(backend: Backend, shape: AttentionShape) -> AttentionBackend:
-    return backend.library(LibraryChoice).attention(TABLE["triton"].make(backend, shape), shape)
+def _flashinfer(backend: Backend, shape: AttentionShape) -> AttentionBackend:
+    from moeserve.ops.attention.flashinfer import FlashInfer
+
+    return backend.library(FlashInfer).attention(TABLE["triton"].make(backend, shape), shape)
 
 
 TABLE: dict[str, Implementation[AttentionShape, AttentionBackend]] = {
-    LibraryChoice.name: Implementation(_library),
+    "flashinfer": Implementation(_flashinfer),
     "triton": Implementation(_triton),
     "cpu": Implementation(lambda backend, shape: CpuAttention(backend.native, shape)),
     "reference": Implementation(lambda backend, shape: TorchAttention(shape)),

@@ -13,24 +13,31 @@ hold finite numbers there.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention.interface import KeyValueCache
-from moeserve.ops.attention.library import Attend, AttentionProblem, StepKind
+from moeserve.errors import SettingsError
+from moeserve.ops.attention.interface import AttentionBackend, AttentionShape, KeyValueCache
 from moeserve.ops.attention.plans import Plans
-from moeserve.ops.libraries import LibraryUnusable, capability
+from moeserve.ops.backend import Backend
+from moeserve.ops.libraries import LibraryUnusable, capability, import_library, listed, missing_part
+from moeserve.ops.measured import attention_key, is_ever_fastest, measured_on
 from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
+if TYPE_CHECKING:
+    from moeserve.config.settings import AttentionChoice
+
 # T tokens, N query heads, G key-value heads, H head size, S chunks, B blocks of all chunks
 
+logger = logging.getLogger(__name__)
+
+StepKind = Literal["decode", "chunks"]  # "decode": one row in each chunk; "chunks": all other steps
 DTYPES = (torch.float16, torch.bfloat16)
 MAJOR_CAPABILITIES = (9, 10, 12)  # of the decoding kernel: flashinfer/xqa.py
 DECODE_BLOCK_SIZES = (16, 32, 64, 128)  # flashinfer/jit/xqa.py
@@ -39,76 +46,121 @@ CHUNK_HEAD_SIZES = (64, 128, 256)
 DECODE_WORKSPACE = 2**27  # bytes, as its documentation recommends; must be zeros before the first use
 CHUNK_WORKSPACE = 2**24  # bytes; little is needed because contexts are not split
 
-DECODE_NEEDS = {
-    *("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale"),
-    *("window_left", "sinks", "kv_layout", "backend"),
-}
-PLAN_NEEDS = {
-    *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads", "num_kv_heads"),
-    *("head_dim_qk", "page_size", "causal", "sm_scale", "window_left", "q_data_type", "kv_data_type"),
-    *("non_blocking", "disable_split_kv"),
+NEEDS = {
+    "decode.trtllm_batch_decode_with_kv_cache": {
+        *("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale"),
+        *("bmm2_scale", "window_left", "sinks", "kv_layout", "backend"),
+    },
+    "BatchPrefillWithPagedKVCacheWrapper.plan": {
+        *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads"),
+        *("num_kv_heads", "head_dim_qk", "page_size", "causal", "sm_scale", "window_left", "q_data_type"),
+        *("kv_data_type", "non_blocking", "disable_split_kv"),
+    },
 }
 
 
-def open_flashinfer(device: torch.device) -> FlashInfer:
-    """Return the library, if it is installed and supports this GPU.
+def with_flashinfer(own: Backend, choice: AttentionChoice, device: torch.device, block_size: int) -> Backend:
+    """Return the backend with attention by FlashInfer.
+
+    Args:
+        choice: "measured": only if it was measured to be the fastest for grouped-query attention, and can be used.
+
+    Raises:
+        SettingsError: FlashInfer cannot be used here.
+    """
+    if choice == "measured" and not ("triton" in own.names and is_ever_fastest("flashinfer", device)):
+        return own
+    try:
+        if "triton" not in own.names:
+            raise LibraryUnusable("keys and values are written by Triton kernels, and triton is not installed")
+        package = open_flashinfer(device)
+    except LibraryUnusable as error:
+        if choice != "measured":
+            raise SettingsError(f"attention_backend={choice!r} cannot be used: {error}. Use 'triton'") from None
+        logger.info("attention runs on our kernels, although FlashInfer was measured to be faster: %s", error)
+        return own
+    if choice == "measured":
+        return own.with_library("flashinfer", FlashInfer(package, device, block_size, measured_on(device)))
+    from moeserve.ops.latent_attention.flashinfer import FlashInferLatent
+
+    backend = own.with_library("flashinfer", FlashInfer(package, device, block_size))
+    return backend.with_library("flashinfer latent", FlashInferLatent(package, device))
+
+
+def open_flashinfer(device: torch.device) -> ModuleType:
+    """Return the package, if it is installed and supports this GPU.
 
     Raises:
         LibraryUnusable: FlashInfer is not installed, has the wrong version, or does not support this GPU.
     """
-    flashinfer = import_flashinfer()
-    if missing := _missing(flashinfer):
+    for name in ("flashinfer.decode", "flashinfer"):
+        flashinfer = import_library(name, "flashinfer-python")
+    if missing := missing_part(flashinfer, NEEDS):
         version = getattr(flashinfer, "__version__", "of no version")
         raise LibraryUnusable(f"this flashinfer ({version}) has no {missing}; install a newer one")
     found = capability(device)
     if found and found[0] not in MAJOR_CAPABILITIES:
         raise LibraryUnusable(f"its decoding kernel is not made for GPUs of capability {found[0]}.{found[1]}")
-    return FlashInfer(flashinfer, device)
-
-
-def import_flashinfer() -> ModuleType:
-    try:
-        flashinfer = importlib.import_module("flashinfer")
-        importlib.import_module("flashinfer.decode")
-    except (ImportError, OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise LibraryUnusable(f"flashinfer cannot be imported ({reason}); pip install flashinfer-python") from None
     return flashinfer
 
 
-def _missing(flashinfer: ModuleType) -> str:
-    """Return the function or argument that this version lacks, or an empty string."""
-    decode = getattr(getattr(flashinfer, "decode", None), "trtllm_batch_decode_with_kv_cache", None)
-    wrapper = getattr(flashinfer, "BatchPrefillWithPagedKVCacheWrapper", None)
-    if decode is None or wrapper is None:
-        return "trtllm_batch_decode_with_kv_cache" if decode is None else "BatchPrefillWithPagedKVCacheWrapper"
-    return lacking_argument(
-        ("trtllm_batch_decode_with_kv_cache", decode, DECODE_NEEDS),
-        ("BatchPrefillWithPagedKVCacheWrapper.plan", wrapper.plan, PLAN_NEEDS),
-    )
+class Attend(Protocol):
+    """A function like `AttentionBackend.attend`, called only if there is at least one row.
 
+    Results of rows without a position, which are padding, may be undefined.
+    """
 
-def lacking_argument(*needs: tuple[str, Callable[..., Any], set[str]]) -> str:
-    """Return the first needed argument that a function lacks, as `name(argument=)`, or an empty string."""
-    for name, function, needed in needs:
-        arguments = inspect.signature(function).parameters
-        takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
-        if not takes_any and (lacking := sorted(needed - set(arguments))):
-            return f"{name}({lacking[0]}=)"
-    return ""
+    def __call__(
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class FlashInfer:
-    """FlashInfer as an `AttentionLibrary`. Layers share the workspaces, because they run one after another."""
+    """The opened library, or our own kernels for the layers and kinds of steps that it does not support.
 
-    def __init__(self, flashinfer: ModuleType, device: torch.device) -> None:
-        self.label = f"flashinfer {flashinfer.__version__}"
+    Layers share the workspaces, because they run one after another.
+    """
+
+    def __init__(
+        self,
+        flashinfer: ModuleType,
+        device: torch.device,
+        block_size: int,
+        measured: Mapping[str, Mapping[int, str]] | None = None,
+    ) -> None:
+        """
+        Args:
+            block_size: number of positions in a block of the caches.
+            measured: measurements; the library serves only classes of steps for which it was mostly the fastest. None:
+                it serves all steps that it supports.
+        """
         self._flashinfer = flashinfer
         self._device = device
+        self._block_size = block_size
+        self._measured = measured
         self._decode_workspace = torch.zeros(DECODE_WORKSPACE, dtype=torch.uint8, device=device)
+        self._chosen = functools.cache(self._choose)  # shared by layers of a shape, like their plans
 
-    def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
-        shape = problem.shape
+    def attention(self, own: AttentionBackend, shape: AttentionShape) -> AttentionBackend:
+        """Return the attention of a layer that `own` serves where the library cannot."""
+        decode, chunks = self._chosen(shape, "decode"), self._chosen(shape, "chunks")
+        if decode is None and chunks is None:
+            return own
+        return FlashInferAttention(own, decode or own.attend, chunks or own.attend)
+
+    def _choose(self, shape: AttentionShape, kind: StepKind) -> Attend | None:
+        """Return the library's function for steps of this kind, or None if our own kernels must serve them."""
+        if self._measured is not None:
+            fastest = list(self._measured.get(attention_key(shape, kind), {}).values())
+            if 2 * fastest.count("flashinfer") <= len(fastest):
+                return None
+        if reason := self.why_not(shape, kind):
+            logger.info("attention (%s, %s) runs on our kernels, not FlashInfer: %s", shape, kind, reason)
+            return None
+        return self.make_attend(shape, kind)
+
+    def why_not(self, shape: AttentionShape, kind: StepKind) -> str | None:
+        """Return why the library cannot run steps of this kind, as a clause; None if it can."""
         size = shape.head_size
         if shape.dtype not in DTYPES:
             return f"it computes in 16 bits, not in {shape.dtype}"
@@ -117,8 +169,8 @@ class FlashInfer:
         if shape.value_size not in (None, size):
             return f"its keys and values have one size, not {size} and {shape.value_size}"
         if kind == "decode":
-            if problem.block_size not in DECODE_BLOCK_SIZES:
-                return f"its blocks have {listed(DECODE_BLOCK_SIZES)} positions, not {problem.block_size}"
+            if self._block_size not in DECODE_BLOCK_SIZES:
+                return f"its blocks have {listed(DECODE_BLOCK_SIZES)} positions, not {self._block_size}"
             if size % DECODE_HEAD_MULTIPLE or size > MAX_DECODE_HEAD_SIZE:
                 return f"its heads have multiples of {DECODE_HEAD_MULTIPLE} up to {MAX_DECODE_HEAD_SIZE}, not {size}"
             return None
@@ -128,33 +180,53 @@ class FlashInfer:
             return f"its heads have {listed(CHUNK_HEAD_SIZES)} values, not {size}"
         return None
 
-    def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
+    def make_attend(self, shape: AttentionShape, kind: StepKind) -> Attend:
+        """Return the function for steps of a supported kind. That for "decode" can be captured in a CUDA graph."""
         if kind == "decode":
             decode = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache
-            return DecodeAttention(decode, problem, self._decode_workspace)
+            return DecodeAttention(decode, shape, self._decode_workspace)
         workspace = torch.empty(CHUNK_WORKSPACE, dtype=torch.uint8, device=self._device)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
         make_wrapper = functools.partial(wrapper, workspace, kv_layout="HND")
-        return ChunkAttention(Plans(make_wrapper, self._device), problem)
+        return ChunkAttention(Plans(make_wrapper, self._device), shape)
+
+
+class FlashInferAttention:
+    """An `AttentionBackend` that writes to the cache with our kernels, and attends with a function for each kind."""
+
+    def __init__(self, own: AttentionBackend, decode: Attend, chunks: Attend) -> None:
+        self.own = own
+        self.decode = decode
+        self.chunks = chunks
+        self.rotate_and_write = own.rotate_and_write
+
+    def attend(
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        num_rows = len(query_TNH)
+        attend = self.own.attend
+        if num_rows:
+            is_decode = num_rows == len(step.spans) and step.max_rows_per_chunk == 1
+            attend = self.decode if is_decode else self.chunks
+        return attend(query_TNH, cache, step, sinks_N)
 
 
 class DecodeAttention:
     """Attention of decode steps: one row per chunk."""
 
-    def __init__(self, decode: Callable[..., Any], problem: AttentionProblem, workspace: Tensor) -> None:
+    def __init__(self, decode: Callable[..., Any], shape: AttentionShape, workspace: Tensor) -> None:
         """
         Args:
             decode: `trtllm_batch_decode_with_kv_cache`.
             workspace: memory filled with zeros, used by nothing else.
         """
         self._decode = decode
-        self._problem = problem
+        self._shape = shape
         self._workspace = workspace
 
     def __call__(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
-        problem = self._problem
         # The kernel's result for an empty context is undocumented, so padding attends to one position. The results of
         # padding are never read.
         lengths_S = step.context_lens.clamp(min=1)
@@ -164,10 +236,10 @@ class DecodeAttention:
             workspace_buffer=self._workspace,
             block_tables=step.block_table,
             seq_lens=lengths_S.view(torch.uint32),
-            max_seq_len=step.block_table.shape[1] * problem.block_size,
-            bmm1_scale=problem.shape.scale,
+            max_seq_len=step.block_table.shape[1] * cache.keys.shape[2],
+            bmm1_scale=self._shape.scale,
             bmm2_scale=1.0,
-            window_left=_window_left(problem),
+            window_left=_window_left(self._shape),
             sinks=sinks_N,
             kv_layout="HND",
             backend="xqa",
@@ -178,40 +250,39 @@ class DecodeAttention:
 class ChunkAttention:
     """Attention of chunks of any length, for layers of one shape. It cannot be captured in a CUDA graph."""
 
-    def __init__(self, plans: Plans[Any, None], problem: AttentionProblem) -> None:
+    def __init__(self, plans: Plans[Any, None], shape: AttentionShape) -> None:
         self._plans = plans
-        self._problem = problem
+        self._shape = shape
 
     def __call__(
         self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         assert sinks_N is None
-        wrapper, _ = self._plans.of(step, functools.partial(self._plan, step))
+        wrapper, _ = self._plans.of(step, functools.partial(self._plan, step, cache.keys.shape[2]))
         output_TNH: Tensor = wrapper.run(query_TNH.contiguous(), (cache.keys, cache.values))
         return output_TNH
 
-    def _plan(self, step: StepInputs, wrapper: Any) -> None:
+    def _plan(self, step: StepInputs, block_size: int, wrapper: Any) -> None:
         """Plan a step from its spans on the host, without waiting for the GPU."""
-        problem = self._problem
-        size = problem.block_size
-        block_starts, places_B = places_of_blocks(step, size, list(enumerate(step.spans)))
+        shape = self._shape
+        block_starts, places_B = places_of_blocks(step, block_size, list(enumerate(step.spans)))
         ends = [span.last_row + 1 for span in step.spans]
         wrapper.plan(
             qo_indptr=numbers([0, *ends]),
             paged_kv_indptr=numbers(block_starts),
             paged_kv_indices=step.block_table.flatten()[upload(places_B, step.block_table.device)],
             paged_kv_last_page_len=numbers(
-                [(span.context_len - 1) % size + 1 if span.context_len else 0 for span in step.spans]
+                [(span.context_len - 1) % block_size + 1 if span.context_len else 0 for span in step.spans]
             ),
-            num_qo_heads=problem.shape.num_heads,
-            num_kv_heads=problem.shape.num_kv_heads,
-            head_dim_qk=problem.shape.head_size,
-            page_size=size,
+            num_qo_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim_qk=shape.head_size,
+            page_size=block_size,
             causal=True,
-            sm_scale=problem.shape.scale,
-            window_left=_window_left(problem),
-            q_data_type=problem.shape.dtype,
-            kv_data_type=problem.shape.dtype,
+            sm_scale=shape.scale,
+            window_left=_window_left(shape),
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
             non_blocking=True,
             disable_split_kv=True,  # the order of a row's sum must not depend on the rest of the step
         )
@@ -241,11 +312,6 @@ def numbers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _window_left(problem: AttentionProblem) -> int:
+def _window_left(shape: AttentionShape) -> int:
     """Return the maximum number of positions before its own that a token attends to; -1: all."""
-    window = problem.shape.window
-    return -1 if window is None else window - 1
-
-
-def listed(numbers: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+    return -1 if shape.window is None else shape.window - 1

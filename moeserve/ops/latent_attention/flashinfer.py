@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention.flashinfer import lacking_argument, listed, numbers, places_of_blocks
+from moeserve.ops.attention.flashinfer import numbers, places_of_blocks
 from moeserve.ops.attention.plans import Plans
-from moeserve.ops.latent_attention.interface import ExpandLatents
-from moeserve.ops.latent_attention.library import AttendAbsorbed, AttendExpanded, LatentProblem
-from moeserve.ops.libraries import capability
+from moeserve.ops.latent_attention.interface import ExpandLatents, LatentAttentionBackend, LatentShape
+from moeserve.ops.libraries import capability, listed, missing_part
 from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
@@ -41,27 +41,70 @@ WORKSPACE = 2**27  # bytes, as its documentation recommends
 MAX_EXPANDED_BYTES = 2**29  # maximum bytes of the keys and values of one piece of the prefixes
 MAX_PIECES = 16  # each piece has two wrappers of 16 MiB; steps with longer prefixes run on our kernels
 
-PLAN_NEEDS = {
-    *("metadata", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"),
-    *("q_data_type", "kv_data_type"),
+NEEDS = {
+    "mla.BatchMLAPagedAttentionWrapper.plan": {
+        *("metadata", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal", "sm_scale"),
+        *("q_data_type", "kv_data_type"),
+    },
+    "mla.BatchMLAPagedAttentionWrapper.run": {"query", "kv_cache", "out"},
+    "mla.MLAPlanMetadata": set[str](),
+    "BatchPrefillWithRaggedKVCacheWrapper.plan": {
+        *("qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "causal"),
+        *("sm_scale", "q_data_type", "kv_data_type", "non_blocking", "disable_split_kv"),
+    },
+    "BatchPrefillWithRaggedKVCacheWrapper.run": {"q", "k", "v", "out", "return_lse"},
+    "merge_state_in_place": set[str](),
 }
-RAGGED_PLAN_NEEDS = {
-    *("qo_indptr", "kv_indptr", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "causal", "sm_scale"),
-    *("q_data_type", "kv_data_type", "non_blocking", "disable_split_kv"),
-}
+
+logger = logging.getLogger(__name__)
+
+Attend = TypeVar("Attend")
+
+
+@dataclass(frozen=True)
+class LatentProblem:
+    """The facts that decide if the library supports a layer's latent attention.
+
+    With absorbed weights, all heads share a key, whose unrotated part is also the value. With expanded keys and values,
+    each head has its own.
+    """
+
+    is_absorbed: bool
+    num_heads: int  # of this rank
+    key_size: int  # without the rotated part
+    rotary_size: int
+    value_size: int
+    dtype: torch.dtype
+    scale: float
 
 
 class FlashInferLatent:
-    """FlashInfer as a `LatentLibrary`. Layers share the workspace, because they run one after another."""
+    """The opened library. Layers share the workspace, because they run one after another.
+
+    The head sizes of a layer are known only at its first call. Layers of one shape share a function and its plan.
+    """
 
     def __init__(self, flashinfer: ModuleType, device: torch.device) -> None:
-        self.label = f"flashinfer {flashinfer.__version__}"
         self._flashinfer = flashinfer
         self._device = device
-        self._missing = _missing(flashinfer)
+        self._missing = missing_part(flashinfer, NEEDS)
         self._workspace: Tensor | None = None
+        self.absorbed = functools.cache(functools.partial(self._choose, self.make_absorbed))
+        self.expanded = functools.cache(functools.partial(self._choose, self.make_expanded))
 
-    def why_unavailable(self, problem: LatentProblem) -> str | None:
+    def attention(self, own: LatentAttentionBackend, shape: LatentShape) -> LatentAttentionBackend:
+        """Return the attention of a layer that `own` serves where the library cannot."""
+        return FlashInferLatentAttention(own, self, shape)
+
+    def _choose(self, make: Callable[[LatentProblem], Attend], problem: LatentProblem) -> Attend | None:
+        """Return the library's function, or None if our own kernels must be used."""
+        if reason := self.why_not(problem):
+            logger.info("latent attention (%s) runs on our kernels, not FlashInfer: %s", problem, reason)
+            return None
+        return make(problem)
+
+    def why_not(self, problem: LatentProblem) -> str | None:
+        """Return why the library cannot serve such layers, as a clause; None if it can."""
         if self._missing:
             return f"this version has no {self._missing}"
         if problem.dtype not in DTYPES:
@@ -77,14 +120,14 @@ class FlashInferLatent:
             return f"its tiles have whole rows of heads that divide {TILE_ROWS}, not of {problem.num_heads}"
         return None
 
-    def make_absorbed(self, problem: LatentProblem) -> AttendAbsorbed:
+    def make_absorbed(self, problem: LatentProblem) -> AbsorbedAttention:
         found = capability(self._device)
         backend = "fa3" if found is None or found[0] == 9 else "fa2"
         wrapper = self._flashinfer.mla.BatchMLAPagedAttentionWrapper
         make_wrapper = functools.partial(wrapper, self._shared_workspace(), backend=backend)
         return AbsorbedAttention(Plans(make_wrapper, self._device), self._flashinfer.mla.MLAPlanMetadata.csr, problem)
 
-    def make_expanded(self, problem: LatentProblem) -> AttendExpanded:
+    def make_expanded(self, problem: LatentProblem) -> ExpandedAttention:
         wrapper = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
         make_wrapper = functools.partial(wrapper, self._shared_workspace(), kv_layout="NHD")
         return ExpandedAttention(
@@ -97,24 +140,46 @@ class FlashInferLatent:
         return self._workspace
 
 
-def _missing(flashinfer: ModuleType) -> str:
-    """Return the class, function or argument that this version lacks, or an empty string."""
-    mla = getattr(flashinfer, "mla", None)
-    for owner, name in (
-        (mla, "BatchMLAPagedAttentionWrapper"),
-        (mla, "MLAPlanMetadata"),
-        (flashinfer, "BatchPrefillWithRaggedKVCacheWrapper"),
-        (flashinfer, "merge_state_in_place"),
-    ):
-        if not hasattr(owner, name):
-            return name
-    absorbed, ragged = flashinfer.mla.BatchMLAPagedAttentionWrapper, flashinfer.BatchPrefillWithRaggedKVCacheWrapper
-    return lacking_argument(
-        ("BatchMLAPagedAttentionWrapper.plan", absorbed.plan, PLAN_NEEDS),
-        ("BatchMLAPagedAttentionWrapper.run", absorbed.run, {"query", "kv_cache", "out"}),
-        ("BatchPrefillWithRaggedKVCacheWrapper.plan", ragged.plan, RAGGED_PLAN_NEEDS),
-        ("BatchPrefillWithRaggedKVCacheWrapper.run", ragged.run, {"q", "k", "v", "out", "return_lse"}),
-    )
+class FlashInferLatentAttention:
+    """A `LatentAttentionBackend`. Steps with padding, as in CUDA graphs, run on our kernels."""
+
+    takes_all_rows = False
+
+    def __init__(self, own: LatentAttentionBackend, library: FlashInferLatent, shape: LatentShape) -> None:
+        self._own = own
+        self._library = library
+        self._shape = shape
+        self.write = own.write
+        self.attend_chosen = own.attend_chosen
+
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        num_heads, vector_size = query_TNP.shape[1:]
+        size, scale = self._shape.latent_size, self._shape.scale
+        problem = LatentProblem(True, num_heads, size, vector_size - size, size, query_TNP.dtype, scale)
+        absorbed: AbsorbedAttention | None = self._library.absorbed(problem)
+        most = step.max_rows_per_chunk if max_rows is None else max_rows
+        if absorbed is not None and step.padding is None and absorbed.serves(step, most):
+            return absorbed(query_TNP, cache, step, most)
+        return self._own.attend(query_TNP, cache, step, max_rows)
+
+    def attend_expanded(
+        self,
+        query_TNK: Tensor,
+        query_TNE: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int,
+        expand: ExpandLatents,
+        out_TNV: Tensor,
+    ) -> None:
+        num_heads, key_size = query_TNK.shape[1:]
+        sizes = (num_heads, key_size, query_TNE.shape[2], out_TNV.shape[2])
+        problem = LatentProblem(False, *sizes, query_TNK.dtype, self._shape.scale)
+        expanded: ExpandedAttention | None = self._library.expanded(problem)
+        attend: Callable[..., None] = self._own.attend_expanded
+        if expanded is not None and step.padding is None and expanded.serves(step, max_rows):
+            attend = expanded
+        attend(query_TNK, query_TNE, cache, step, max_rows, expand, out_TNV)
 
 
 class AbsorbedAttention:
@@ -134,6 +199,7 @@ class AbsorbedAttention:
         self._problem = problem
 
     def serves(self, step: StepInputs, max_rows: int) -> bool:
+        """Return True if the kernel supports the chunks of this step that have at most `max_rows` rows."""
         spans = [span for _, span in _chunks(step, max_rows, is_long=False)]
         has_positions = all(0 < span.num_rows <= span.context_len for span in spans)
         return has_positions and 0 < sum(span.num_rows for span in spans) <= MAX_ABSORBED_ROWS
@@ -199,6 +265,7 @@ class ExpandedAttention:
         self._piece_size = max(MAX_EXPANDED_BYTES // (problem.num_heads * keys_and_values * problem.dtype.itemsize), 1)
 
     def serves(self, step: StepInputs, max_rows: int) -> bool:
+        """Return True if the kernel supports the chunks of this step that have more than `max_rows` rows."""
         prefixes = [span.context_len - span.num_rows for _, span in _chunks(step, max_rows, is_long=True)]
         return min(prefixes) >= 0 and sum(prefixes) <= MAX_PIECES * self._piece_size
 

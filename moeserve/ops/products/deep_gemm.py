@@ -14,9 +14,6 @@ the results if another FP8 product reads them.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ from torch import Tensor
 
 from moeserve.errors import SettingsError
 from moeserve.ops.backend import Backend
-from moeserve.ops.libraries import LibraryUnusable, capability
+from moeserve.ops.libraries import LibraryUnusable, capability, import_library, missing_part
 from moeserve.ops.measured import FastestGroupedProduct, FastestProduct, is_ever_fastest, measured_on, product_key
 from moeserve.ops.products.interface import Gather, GroupedProduct, OpenWeights, Product, RowGroups
 from moeserve.ops.products.triton import activated
@@ -104,7 +101,7 @@ def with_deep_gemm(own: Backend, device: torch.device, dtype: torch.dtype, *, on
             return own
         raise SettingsError(f"product_backend='deep_gemm' cannot be used: {error}. Use 'triton'") from None
     library = DeepGemm(package, measured_on(device) if only_fastest else None)
-    return dataclasses.replace(own, names=("deep_gemm", *own.names), libraries=(*own.libraries, library))
+    return own.with_library("deep_gemm", library)
 
 
 def open_deep_gemm(device: torch.device) -> ModuleType:
@@ -113,17 +110,9 @@ def open_deep_gemm(device: torch.device) -> ModuleType:
     Raises:
         LibraryUnusable: DeepGEMM is not installed or does not support this GPU.
     """
-    try:
-        library = importlib.import_module("deep_gemm")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise LibraryUnusable(f"deep_gemm cannot be imported ({reason}); pip install sgl-deep-gemm") from None
-    for name, needed in NEEDS.items():
-        function = getattr(library, name, None)
-        if function is None:
-            raise LibraryUnusable(f"this deep_gemm has no {name}; pip install sgl-deep-gemm")
-        if needed and (lacking := sorted(needed - set(inspect.signature(function).parameters))):
-            raise LibraryUnusable(f"this deep_gemm has no {name}({lacking[0]}=); pip install sgl-deep-gemm")
+    library = import_library("deep_gemm", "sgl-deep-gemm")
+    if missing := missing_part(library, NEEDS):
+        raise LibraryUnusable(f"this deep_gemm has no {missing}; pip install sgl-deep-gemm")
     found = capability(device)
     if found and found[0] != MAJOR_CAPABILITY:
         raise LibraryUnusable(f"it multiplies float32 scales on GPUs of capability 9.0, not {found[0]}.{found[1]}")
