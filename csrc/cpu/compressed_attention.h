@@ -1,4 +1,5 @@
-// Entries of windows of tokens, and the vectors that a row attends to. See moeserve/ops/compressed_attention.py.
+// Entries of windows of tokens, and the vectors that a row attends to. See
+// moeserve/ops/compressed_attention/interface.py.
 
 #pragma once
 

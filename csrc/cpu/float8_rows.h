@@ -1,4 +1,5 @@
-// Rows of keys and values as 8-bit floats (E4M3), with a scale for each row. `ops/float8_rows.py` defines the format.
+// Rows of keys and values as 8-bit floats (E4M3), with a scale for each row.
+// `moeserve/ops/attention/float8_rows.py` defines the format.
 //
 // Scales have 4 significant bits, as codes have, so the product of both is exact in bfloat16.
 

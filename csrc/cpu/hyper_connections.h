@@ -1,4 +1,4 @@
-// Residual streams around a network. See moeserve/ops/hyper_connections.py.
+// Residual streams around a network. See moeserve/ops/streams/interface.py.
 
 #pragma once
 

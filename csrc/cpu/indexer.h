@@ -1,5 +1,5 @@
-// The lightning indexer: each row chooses the entries of its context that it attends to. See moeserve/ops/indexer.py
-// for the formula.
+// The lightning indexer: each row chooses the entries of its context that it attends to. See
+// moeserve/ops/indexer/interface.py for the formula.
 
 #pragma once
 

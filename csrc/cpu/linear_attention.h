@@ -1,4 +1,4 @@
-// Linear attention with a state for each request. See moeserve/ops/linear_attention.py for the formulas.
+// Linear attention with a state for each request. See moeserve/ops/linear_attention/interface.py for the formulas.
 
 #pragma once
 

@@ -10,8 +10,8 @@ namespace moeserve {
 
 enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSqrtSoftplus, kSparseMixer };
 
-// T tokens, D model width, E experts, K experts per token. RouterConfig in moeserve/ops/interfaces.py documents the
-// rules.
+// T tokens, D model width, E experts, K experts per token. RouterConfig in moeserve/ops/routing/interface.py documents
+// the rules.
 struct Routing {
   ElementType type;         // type of the hidden states: float32 or bfloat16
   const void* hidden;       // [T, D]

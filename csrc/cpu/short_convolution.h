@@ -1,4 +1,5 @@
-// A causal convolution over the last few tokens, separately for each channel. See moeserve/ops/short_convolution.py.
+// A causal convolution over the last few tokens, separately for each channel. See
+// moeserve/ops/convolution/interface.py.
 
 #pragma once
 
