@@ -38,7 +38,7 @@ from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
 
-KERNELS = select_backend(torch.device("cpu"))
+NATIVE = select_backend(torch.device("cpu"))
 DECODE_BATCHES = (1, 8, 32)
 DECODE_CONTEXT_LENS = (64, 1024, 4096)
 PREFILL_ROWS = (64, 512, 2048)
@@ -51,7 +51,7 @@ Call = Callable[[int], object]  # its argument is the index of the call, which s
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("attention", "Attention by the C++ kernel of the CPU, beside torch.", rounds=20)
     options = parser.parse_args(arguments)
-    if KERNELS is REFERENCE:
+    if NATIVE is REFERENCE:
         raise SystemExit("the C++ kernels are not built, so there is nothing to compare with torch")
     set_num_threads(options.threads)
     limits = asdict(measure_limits())
@@ -147,12 +147,12 @@ def attention_calls(shape: Shape) -> dict[str, Call]:
             dtype=torch.bfloat16,
             scale=scale,
         )
-        kernel = attend(attention_ops.make(KERNELS, heads), caches)
+        kernel = attend(attention_ops.make(NATIVE, heads), caches)
         reference = attend(attention_ops.make(REFERENCE, heads), caches)
     else:
         caches = make_caches(num_blocks, shape.block_size, shape.head_size, per_layer=1)
         sizes = scale, shape.latent_size, shape.num_heads
-        kernel = attend(latent_attention_ops.make(KERNELS, LatentShape(*sizes)), caches)
+        kernel = attend(latent_attention_ops.make(NATIVE, LatentShape(*sizes)), caches)
         reference = attend(latent_attention_ops.make(REFERENCE, LatentShape(*sizes)), caches)
         if shape.num_rows > 1:
             reference = _attend_expanded(shape, scale)

@@ -30,7 +30,7 @@ from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
 from moeserve.step_inputs import StateRows
 
-KERNELS = select_backend(torch.device("cpu"))
+NATIVE = select_backend(torch.device("cpu"))
 DELTA = LinearAttentionShape(
     num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, is_delta=True, norm_epsilon=1e-6
 )
@@ -74,7 +74,7 @@ CASES = (Case(1, 1), Case(8, 1), Case(32, 1), Case(1, PROMPT_TOKENS))
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("linear_attention", "Linear attention by the C++ kernel of the CPU.", rounds=7)
     options = parser.parse_args(arguments)
-    if KERNELS is REFERENCE:
+    if NATIVE is REFERENCE:
         raise SystemExit("the C++ kernels are not built")
     set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
@@ -135,7 +135,7 @@ def make_call(shape: LinearAttentionShape, case: Case) -> Callable[[int], object
         source.normal(num_tokens, shape.num_decays),
         source.normal(num_tokens, shape.num_heads) if shape.is_delta else None,
     )
-    operation = linear_attention_ops.make(KERNELS, shape)
+    operation = linear_attention_ops.make(NATIVE, shape)
     return lambda index: operation(*inputs, weights, states, steps[index % len(steps)])
 
 

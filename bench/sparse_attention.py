@@ -35,7 +35,7 @@ from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
 
-KERNELS = select_backend(torch.device("cpu"))
+NATIVE = select_backend(torch.device("cpu"))
 CONTEXTS = (1024, 4096, 16384, 65536)
 NUM_ROWS = (1, 64)
 INDEX_HEADS, INDEX_SIZE = 64, 128
@@ -86,11 +86,11 @@ Call = Callable[[int], object]
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("sparse_attention", "Sparse attention at growing contexts.", rounds=7)
     options = parser.parse_args(arguments)
-    if KERNELS is REFERENCE:
+    if NATIVE is REFERENCE:
         raise SystemExit("the C++ kernels are not built")
     set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    has_bfloat16 = KERNELS.instruction_set in ("avx512_bf16", "amx", "neon_bf16")  # products of it, and no others
+    has_bfloat16 = NATIVE.instruction_set in ("avx512_bf16", "amx", "neon_bf16")  # products of it, and no others
     dtype = torch.bfloat16 if has_bfloat16 else torch.float32
     probe = LimitProbe(buffer_bytes=1 << 28, matmul_size=1024, dtype=dtype, clock=clock)
     for layer in LAYERS:
@@ -138,14 +138,14 @@ def layer_calls(layer: Layer, context: int, num_rows: int) -> dict[str, Call]:
     if layer.top_k is not None:
         query, weights = source.normal(num_rows, INDEX_HEADS, INDEX_SIZE), source.normal(num_rows, INDEX_HEADS)
         keys = source.normal(num_blocks, BLOCK_SIZE // layer.ratio, INDEX_SIZE)
-        choose = indexer_ops.make(KERNELS, IndexerRule(top_k=layer.top_k, tokens_per_entry=layer.ratio))
+        choose = indexer_ops.make(NATIVE, IndexerRule(top_k=layer.top_k, tokens_per_entry=layer.ratio))
         chosen = choose(query, weights, keys, step)
         calls["indexer"] = lambda _: choose(query, weights, keys, step)
     heads = source.normal(num_rows, layer.num_heads, layer.vector_size)
     if not layer.window:
         assert chosen is not None
         latent = latent_attention_ops.make(
-            KERNELS, LatentShape(layer.vector_size**-0.5, layer.value_size, layer.num_heads)
+            NATIVE, LatentShape(layer.vector_size**-0.5, layer.value_size, layer.num_heads)
         )
         vectors, selected = source.normal(num_blocks, BLOCK_SIZE, layer.vector_size), chosen
         calls["sparse"] = lambda _: latent.attend_chosen(heads, vectors, selected)
@@ -164,7 +164,7 @@ def layer_calls(layer: Layer, context: int, num_rows: int) -> dict[str, Call]:
     sizes = {"num_blocks": num_blocks, "num_window_blocks": num_blocks, "block_size": BLOCK_SIZE}
     cache = CompressedCache.empty(shape, **sizes, dtype=torch.bfloat16, device=torch.device("cpu"))
     cache.vectors.normal_(generator=source.generator)
-    attention, sinks = compressed_attention_ops.make(KERNELS, shape), torch.zeros(layer.num_heads)
+    attention, sinks = compressed_attention_ops.make(NATIVE, shape), torch.zeros(layer.num_heads)
     calls["sparse"] = lambda _: attention.attend(heads, chosen, sinks, cache, step, step)
     return calls
 

@@ -126,7 +126,7 @@ def attend(
     sinks_N = source.float32(shape.num_heads, scale=2.0) if shape.has_sinks else None
     inputs = query_TNH, source.encoded(cache) if variant == "float8" else cache, step, sinks_N
     return Case(
-        lambda kernels: attention_ops.make(kernels, shape).attend,
+        lambda backend: attention_ops.make(backend, shape).attend,
         inputs,
         is_ordered=variant == "in order",
         libraries=libraries,
@@ -178,16 +178,16 @@ def rotate_and_write(
     sizes = BLOCK_SIZE, shape.num_kv_heads, shape.head_size
     cache = KeyValueCache(draw_cache(source, step, *sizes), draw_cache(source, step, *sizes))
 
-    def call(backend: Any, fused_TXH: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Any:
+    def call(attention: Any, fused_TXH: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Any:
         cache = source.encoded(cache) if is_float8 else cache
-        query_TNH = backend.rotate_and_write(*fused_TXH.split(heads, dim=1), rotation, cache, step)
+        query_TNH = attention.rotate_and_write(*fused_TXH.split(heads, dim=1), rotation, cache, step)
         if not is_float8:
             return query_TNH, cache
         pairs = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
         return query_TNH, [decode_rows(*each, torch.float32) for each in pairs]
 
     return Case(
-        lambda kernels: partial(call, attention_ops.make(kernels, shape)),
+        lambda backend: partial(call, attention_ops.make(backend, shape)),
         (fused_TXH, rotation, cache, step),
         slack=CODES_SLACK if is_float8 else FLOAT32_SLACK,
         work=Work(2 * fused_TXH.nbytes + bytes_of(rotation), 0.0),
@@ -198,12 +198,12 @@ def rotate_and_write(
 def apply_rope(source: Source, num_tokens: int, num_heads: int, size: int, num_pairs: int) -> Case:
     """Rotate in place, and into other memory."""
 
-    def call(kernels: Backend, heads: Tensor, rotation: Rotation) -> Any:
-        elsewhere = rows_ops.make(kernels).apply_rope(heads[1], rotation, torch.empty_like(heads[1]))
-        return elsewhere, rows_ops.make(kernels).apply_rope(heads[0], rotation)
+    def call(backend: Backend, heads: Tensor, rotation: Rotation) -> Any:
+        elsewhere = rows_ops.make(backend).apply_rope(heads[1], rotation, torch.empty_like(heads[1]))
+        return elsewhere, rows_ops.make(backend).apply_rope(heads[0], rotation)
 
     rotation = draw_rotation(source, num_tokens, num_pairs, False)
-    return Case(lambda kernels: partial(call, kernels), (source.normal(2, num_tokens, num_heads, size), rotation))
+    return Case(lambda backend: partial(call, backend), (source.normal(2, num_tokens, num_heads, size), rotation))
 
 
 def draw_rotation(source: Source, num_tokens: int, num_pairs: int, is_interleaved: bool) -> Rotation:
@@ -211,9 +211,9 @@ def draw_rotation(source: Source, num_tokens: int, num_pairs: int, is_interleave
     return Rotation(angles_TF.cos(), angles_TF.sin(), is_interleaved)
 
 
-def make_latent(kernels: Backend, shape: LatentShape) -> LatentAttentionBackend:
+def make_latent(backend: Backend, shape: LatentShape) -> LatentAttentionBackend:
     return latent_attention_ops.make(
-        kernels, latent.LatentShape(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
+        backend, latent.LatentShape(shape.vector_size**-0.5, shape.latent_size, shape.num_heads)
     )
 
 
@@ -229,7 +229,7 @@ def latent_attend(source: Source, name: str, kind: str, is_ordered: bool = False
     cache = draw_cache(source, step, BLOCK_SIZE, shape.vector_size, unread=torch.nan)
     query_TNP = source.normal(len(step.positions), shape.num_heads, shape.vector_size)
     options: Any = dict(is_ordered=is_ordered, work=attention_work(query_TNP, cache, CHUNKS[kind], shape.latent_size))
-    return Case(lambda kernels: make_latent(kernels, shape).attend, (query_TNP, cache, step), **options)
+    return Case(lambda backend: make_latent(backend, shape).attend, (query_TNP, cache, step), **options)
 
 
 @cases_of("chosen positions", crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048]))
@@ -250,7 +250,7 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
         num_others = (are_chosen(chosen) ^ expected).sum()
         return chosen.counts_T, num_others <= MOST_TIES * expected.sum()
 
-    return Case(lambda kernels: indexer_ops.make(kernels, rule), inputs, defined)
+    return Case(lambda backend: indexer_ops.make(backend, rule), inputs, defined)
 
 
 @cases_of(
@@ -266,11 +266,11 @@ def attend_chosen(source: Source, name: str, kind: str, most: int, is_ordered: b
     query_TNP = source.normal(num_tokens, shape.num_heads, shape.vector_size)
     inputs = query_TNP, source.normal(num_tokens, shape.vector_size), cache, chosen
 
-    def call(backend: Any, query_TNP: Tensor, vectors_TP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Any:
-        backend.write(vectors_TP, cache, step)
-        return backend.attend_chosen(query_TNP, cache, chosen), cache
+    def call(attention: Any, query_TNP: Tensor, vectors_TP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Any:
+        attention.write(vectors_TP, cache, step)
+        return attention.attend_chosen(query_TNP, cache, chosen), cache
 
-    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), inputs, is_ordered=is_ordered)
+    return Case(lambda backend: partial(call, make_latent(backend, shape)), inputs, is_ordered=is_ordered)
 
 
 @cases_of(
@@ -285,16 +285,16 @@ def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Cas
     query_TNQ = source.normal(len(step.positions), shape.num_heads, head_size + shape.rotary_size)
     maps = source.normal(2, shape.num_heads, shape.latent_size, head_size) * shape.latent_size**-0.5
 
-    def call(backend: Any, query_TNQ: Tensor, maps: Tensor, cache: Tensor, step: StepInputs) -> Tensor:
+    def call(attention: Any, query_TNQ: Tensor, maps: Tensor, cache: Tensor, step: StepInputs) -> Tensor:
         def expand(latent_CP: Tensor, heads: slice = slice(None)) -> list[Tensor]:
             return [torch.bmm(latent_CP.expand(len(each), -1, -1), each) for each in maps[:, heads]]
 
         out_TNV = query_TNQ.new_zeros(*query_TNQ.shape[:2], head_size)
         query_TNK, query_TNE = query_TNQ.split([head_size, shape.rotary_size], dim=-1)
-        backend.attend_expanded(query_TNK, query_TNE, cache, step, 1, expand, out_TNV)
+        attention.attend_expanded(query_TNK, query_TNE, cache, step, 1, expand, out_TNV)
         return out_TNV
 
-    return Case(lambda kernels: partial(call, make_latent(kernels, shape)), (query_TNQ, maps, cache, step))
+    return Case(lambda backend: partial(call, make_latent(backend, shape)), (query_TNQ, maps, cache, step))
 
 
 OPERATIONS = [attend, latent_attend, choose_entries, attend_chosen, expanded_attend, rotate_and_write, apply_rope]

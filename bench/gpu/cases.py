@@ -51,31 +51,31 @@ def draw_norm(source: Source, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
 @cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def rms_norm(source: Source, num_rows: int, width: int) -> Case:
     rows_TD, _, weight_D = draw_norm(source, num_rows, width)
-    return Case(lambda kernels: rows_ops.make(kernels).rms_norm, (rows_TD, weight_D, EPSILON))
+    return Case(lambda backend: rows_ops.make(backend).rms_norm, (rows_TD, weight_D, EPSILON))
 
 
 @cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def add_rms_norm(source: Source, num_rows: int, width: int) -> Case:
-    return Case(lambda kernels: rows_ops.make(kernels).add_rms_norm, (*draw_norm(source, num_rows, width), EPSILON))
+    return Case(lambda backend: rows_ops.make(backend).add_rms_norm, (*draw_norm(source, num_rows, width), EPSILON))
 
 
 @cases_of("norms", [(3, 2, 16)], [(4096, 32, 128), (5, 4, 64)])
 def rms_norm_in_place(source: Source, num_rows: int, num_heads: int, size: int) -> Case:
     """Normalise some heads of a fused projection; the others must not change."""
 
-    def call(kernels: Backend, heads_TNH: Tensor, _: Tensor, weight_H: Tensor) -> Tensor:
-        rows_ops.make(kernels).rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
+    def call(backend: Backend, heads_TNH: Tensor, _: Tensor, weight_H: Tensor) -> Tensor:
+        rows_ops.make(backend).rms_norm_in_place(heads_TNH[:, :-3], weight_H, EPSILON)
         return heads_TNH
 
-    return Case(lambda kernels: partial(call, kernels), draw_norm(source, num_rows, num_heads + 3, size))
+    return Case(lambda backend: partial(call, backend), draw_norm(source, num_rows, num_heads + 3, size))
 
 
 @cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def quantize_rms_norm(source: Source, num_rows: int, width: int) -> Case:
     """Normalise and quantise, with an addition and without, and also return the plain rows, as for a router."""
 
-    def call(kernels: Backend, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Any:
-        operations = rows_ops.make(kernels)
+    def call(backend: Backend, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Any:
+        operations = rows_ops.make(backend)
         if operations.quantize_rms_norm is None:
             sum_TD, normed_TD = operations.add_rms_norm(x_TD, update_TD, weight_D, EPSILON)
             return operations.rms_norm(x_TD, weight_D, EPSILON), sum_TD, normed_TD, normed_TD
@@ -84,13 +84,13 @@ def quantize_rms_norm(source: Source, num_rows: int, width: int) -> Case:
         return normed, sum_TD, rows.rows, rows
 
     inputs = draw_norm(source, num_rows, width)
-    return Case(lambda kernels: partial(call, kernels), inputs, slack=CODES_SLACK)
+    return Case(lambda backend: partial(call, backend), inputs, slack=CODES_SLACK)
 
 
 @cases_of("norms", SMALL_NORMS, NORMS, ROWS)
 def quantize_rows(source: Source, num_rows: int, width: int) -> Case:
     inputs = (source.normal(num_rows, width),)
-    return Case(lambda kernels: rows_ops.make(kernels).quantize or (lambda rows: rows), inputs, slack=CODES_SLACK)
+    return Case(lambda backend: rows_ops.make(backend).quantize or (lambda rows: rows), inputs, slack=CODES_SLACK)
 
 
 @cases_of(
@@ -113,7 +113,7 @@ def route(source: Source, name: str, num_tokens: int, width: int, is_ordered: bo
         are_enough = (~is_equal_T).float().mean() <= MOST_TIES
         return are_enough, torch.where(is_equal_T[:, None], weights_TK, torch_weights_TK)
 
-    return Case(lambda kernels: routing_ops.make(kernels, config), inputs, defined, is_ordered=is_ordered)
+    return Case(lambda backend: routing_ops.make(backend, config), inputs, defined, is_ordered=is_ordered)
 
 
 @cases_of(
@@ -138,19 +138,19 @@ def order_weigh_and_sum(source: Source, num_tokens: int, top_k: int, num_experts
         return pairs.order(experts_TK, keys), pairs.sort(experts_TK, keys), moved, weighed, sum_TD
 
     inputs = rows_TD, output_PD, source.uniform(num_tokens, top_k)
-    return Case(lambda kernels: partial(call, pairs_ops.make(kernels)), inputs)
+    return Case(lambda backend: partial(call, pairs_ops.make(backend)), inputs)
 
 
 @cases_of("tokens", SMALL_SCORES, SCORES, SCORES[2:])
 def row_maximum(source: Source, num_rows: int, width: int) -> Case:
-    return Case(lambda kernels: sampling_ops.make(kernels).row_maximum, (source.normal(num_rows, width, scale=3.0),))
+    return Case(lambda backend: sampling_ops.make(backend).row_maximum, (source.normal(num_rows, width, scale=3.0),))
 
 
 @cases_of("tokens", SMALL_SCORES, SCORES, DRAWN)
 def choose_greedily(source: Source, num_rows: int, width: int) -> Case:
     settings_RW, _ = source.settings(num_rows)
     inputs = source.normal(num_rows, width, scale=3.0), settings_RW, settings_RW[:, 0].contiguous()
-    return Case(lambda kernels: sampling_ops.make(kernels).choose_tokens, inputs)
+    return Case(lambda backend: sampling_ops.make(backend).choose_tokens, inputs)
 
 
 @cases_of(
@@ -185,7 +185,7 @@ def choose_tokens(source: Source, num_rows: int, width: int, top_k: int, top_p: 
         is_inside_R = (uniform_R < end_R + DRAW_SLACK) & (uniform_R >= end_R - share_R - DRAW_SLACK)
         return is_inside_R & (tokens_R >= 0) & (tokens_R < width)
 
-    return Case(lambda kernels: sampling_ops.make(kernels).choose_tokens, inputs, are_drawn)
+    return Case(lambda backend: sampling_ops.make(backend).choose_tokens, inputs, are_drawn)
 
 
 CASES: dict[str, list[Operation]] = {}

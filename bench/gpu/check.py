@@ -51,16 +51,16 @@ class Case:
     bar: tuple[str, float] | None = None  # figure of the row, and its minimum
     choices: tuple[tuple[str, int], ...] = ()  # keys of `measured.py` for which the fastest table is chosen
 
-    def bind(self, kernels: Backend) -> Callable[[], Any]:
-        kernels = in_order(kernels) if self.is_ordered and "triton" in kernels.names else kernels
-        return partial(self.operation(kernels), *self.inputs)
+    def bind(self, backend: Backend) -> Callable[[], Any]:
+        backend = in_order(backend) if self.is_ordered and "triton" in backend.names else backend
+        return partial(self.operation(backend), *self.inputs)
 
-    def ratios(self, kernels: Backend) -> Iterator[tuple[str, float]]:
+    def ratios(self, backend: Backend) -> Iterator[tuple[str, float]]:
         """Yield the error ratio of each result, with a name if there are several. A result is wrong above 1."""
         inputs, compared = tuple(map(in_float32, self.inputs)), partial(tensors_of, dequantizes=True)
         expected = list(compared(self.defined(self.operation(REFERENCE)(*inputs), *inputs)))
-        for label, table in {"": kernels, **self.libraries}.items():
-            for place, actual in enumerate(compared(self.defined(self.bind(table)(), *self.inputs))):
+        for label, each in {"": backend, **self.libraries}.items():
+            for place, actual in enumerate(compared(self.defined(self.bind(each)(), *self.inputs))):
                 name = label if len(expected) == 1 else f"{label} result {place}"
                 yield name.strip(), compare(actual, expected[place], self.slack)
 
@@ -89,7 +89,7 @@ def crossed(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     return list(itertools.product(*choices))
 
 
-def run_check(cases: NamedCases, seconds_left: Callable[[], float], kernels: Backend = TRITON) -> Row:
+def run_check(cases: NamedCases, seconds_left: Callable[[], float], backend: Backend = TRITON) -> Row:
     """Return the row of a check.
 
     Raises:
@@ -99,7 +99,7 @@ def run_check(cases: NamedCases, seconds_left: Callable[[], float], kernels: Bac
     row: Row = {}
     try:
         for name, make in cases:
-            ratios |= {f"{name} {result}".strip(): ratio for result, ratio in make().ratios(kernels)}
+            ratios |= {f"{name} {result}".strip(): ratio for result, ratio in make().ratios(backend)}
             if seconds_left() <= 0:
                 row["left_out"] = f"everything after {name!r}: no time was left"
                 break

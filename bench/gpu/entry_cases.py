@@ -74,18 +74,18 @@ def compressed_attention(source: Source, name: str, kind: str, top_k: int) -> Ca
     inputs = vector_TH, projected_TX, source.float32(ratio, size), query_TNH, source.float32(shape.num_heads)
 
     def call(
-        backend: Any, vector_TH: Tensor, projected_TX: Tensor, bias: Tensor, query_TNH: Tensor, sinks: Tensor
+        attention: Any, vector_TH: Tensor, projected_TX: Tensor, bias: Tensor, query_TNH: Tensor, sinks: Tensor
     ) -> Any:
         sizes: Any = dict(num_blocks=num_blocks, num_window_blocks=num_blocks, block_size=block_size)
         cache = CompressedCache.empty(shape, **sizes, dtype=vector_TH.dtype, device=vector_TH.device)
         cache.clear()
         pooled_TH = None
         if cache.tails is not None:
-            pooled_TH = backend.pool(projected_TX, bias, cache.tails, block_size, step)
-        backend.write(vector_TH, pooled_TH, None, cache, step, step)
-        return backend.attend(query_TNH, chosen, sinks, cache, step, step), pooled_TH, cache.entries, cache.tails
+            pooled_TH = attention.pool(projected_TX, bias, cache.tails, block_size, step)
+        attention.write(vector_TH, pooled_TH, None, cache, step, step)
+        return attention.attend(query_TNH, chosen, sinks, cache, step, step), pooled_TH, cache.entries, cache.tails
 
-    return Case(lambda kernels: partial(call, compressed_attention_ops.make(kernels, shape)), inputs)
+    return Case(lambda backend: partial(call, compressed_attention_ops.make(backend, shape)), inputs)
 
 
 @cases_of(
@@ -99,7 +99,7 @@ def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool)
     maps = source.float32(num_coefficients, size, scale=size**-0.5)
     weights = StreamsWeights(maps, source.float32(num_coefficients), source.float32(1 if is_last else 3))
     return Case(
-        lambda kernels: streams_ops.make(kernels, STREAMS, 1e-6).collapse, (source.normal(num_tokens, size), weights)
+        lambda backend: streams_ops.make(backend, STREAMS, 1e-6).collapse, (source.normal(num_tokens, size), weights)
     )
 
 
@@ -107,7 +107,7 @@ def collapse_streams(source: Source, num_tokens: int, width: int, is_last: bool)
 def expand_streams(source: Source, num_tokens: int, width: int) -> Case:
     streams_TX, rows_TD = (source.normal(num_tokens, count * width) for count in (STREAMS.num_streams, 1))
     inputs = streams_TX, rows_TD, source.float32(num_tokens, STREAMS.num_coefficients)
-    return Case(lambda kernels: streams_ops.make(kernels, STREAMS, 1e-6).expand, inputs)
+    return Case(lambda backend: streams_ops.make(backend, STREAMS, 1e-6).expand, inputs)
 
 
 def case_of_states(make: Any, source: Source, kind: str, *inputs: Any, **more: Any) -> Case:
@@ -126,7 +126,7 @@ def case_of_states(make: Any, source: Source, kind: str, *inputs: Any, **more: A
     def call(operation: Any, inputs: Any, weights: Any, states: Tensor, steps: list[StepInputs]) -> Any:
         return [operation(*inputs, weights, states, step) for step in steps], states
 
-    return Case(lambda kernels: partial(call, make(kernels)), (*inputs, steps), **more)
+    return Case(lambda backend: partial(call, make(backend)), (*inputs, steps), **more)
 
 
 @cases_of(
@@ -154,7 +154,7 @@ def linear_attention(source: Source, name: str, kind: str) -> Case:
     operations = num_tokens * states[0].numel() * (12.0 if shape.is_delta else 8.0)  # of both steps, with states
     work = Work(2 * (bytes_of(inputs) + inputs[1].nbytes) + 3 * states.nbytes, operations)
     return case_of_states(
-        lambda kernels: linear_attention_ops.make(kernels, shape),
+        lambda backend: linear_attention_ops.make(backend, shape),
         *(source, kind, inputs, weights, states),
         slack=TF32_SLACK,
         work=work,
@@ -172,7 +172,7 @@ def short_convolution(source: Source, num_channels: int, num_taps: int, is_gated
     rows_TX = source.normal(sum(LENGTHS[kind]), num_channels * (3 if is_gated else 1))
     states = rows_TX.new_zeros(len(LENGTHS[kind]), num_taps - 1, num_channels)
     return case_of_states(
-        lambda kernels: convolution_ops.make(kernels, shape), source, kind, (rows_TX,), weights, states
+        lambda backend: convolution_ops.make(backend, shape), source, kind, (rows_TX,), weights, states
     )
 
 

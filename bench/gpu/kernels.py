@@ -39,12 +39,12 @@ def timed_cases(source: Source, operations: Sequence[Operation] = TIMED, *, is_s
 
 def timed_items(source: Source, operations: Sequence[Operation]) -> Iterator[Item]:
     """Yield measurements, which are small on a CPU. They use the same limits, which are measured again at the end."""
-    device, kernels = source.device, select_backend(source.device)
+    device, backend = source.device, select_backend(source.device)
     limits = functools.cache(partial(measure_limits, device.type))
     timer = functools.cache(partial(ColdTimer, device))
 
     def rows(name: str, make: Callable[[], Case]) -> Iterator[Row]:
-        return measure(name, make(), kernels, timer(), limits())
+        return measure(name, make(), backend, timer(), limits())
 
     yield "limits before", lambda: [limits().row]
     for name, make in timed_cases(source, operations, is_small=device.type == "cpu"):
@@ -54,7 +54,7 @@ def timed_items(source: Source, operations: Sequence[Operation]) -> Iterator[Ite
 
 @torch.inference_mode()
 def measure(
-    name: str, case: Case, kernels: Backend, timer: Callable[[Callable[[], Any]], float], limits: GpuLimits
+    name: str, case: Case, backend: Backend, timer: Callable[[Callable[[], Any]], float], limits: GpuLimits
 ) -> Iterator[Row]:
     """Yield the row of our kernels, one of each other implementation, and last the fastest, if there is a choice.
 
@@ -63,7 +63,7 @@ def measure(
     Raises:
         Exception: our own call failed, or a CUDA error.
     """
-    call = case.bind(kernels)
+    call = case.bind(backend)
     work, seconds = case.work or Work(bytes_of((case.inputs, call())), 0.0), timer(call)
     of_bound = limits.seconds(work, is_fp8=case.is_fp8) / seconds
     figures = {"seconds": seconds, "bytes": work.num_bytes, "operations": work.operations}

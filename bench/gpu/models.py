@@ -47,11 +47,11 @@ def described(config: Mapping[str, Any]) -> Description:
 
 
 def make_model(
-    config: Mapping[str, Any], kernels: Backend, source: Source, quantization: QuantizationName | None = None
+    config: Mapping[str, Any], backend: Backend, source: Source, quantization: QuantizationName | None = None
 ) -> Decoder:
     """Return the model of a config.json for a single rank, with random weights unless it is on the meta device."""
     groups, facts = groups_of_one_rank(), described(config).model
-    context = ModelContext(kernels, groups, source.dtype, source.device, quantization=quantization)
+    context = ModelContext(backend, groups, source.dtype, source.device, quantization=quantization)
     model = Decoder(facts, facts.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
     if source.device.type != "meta":
         fill_randomly(model, 1)
@@ -59,12 +59,12 @@ def make_model(
 
 
 def capture_step(
-    model: Decoder, caches: list[Any], kernels: Backend, source: Source, num_rows: int, max_blocks: int
+    model: Decoder, caches: list[Any], backend: Backend, source: Source, num_rows: int, max_blocks: int
 ) -> Callable[[StepInputs], StepOutputs]:
     """Capture a decode step. The function that is returned replays it for another step, whose inputs it copies."""
     sizes: Any = dict(tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks)
     context = StepContext(mesh=Mesh(tp=1, dp=1), device=source.device, **sizes)
-    capture = TorchCapture(torch.cuda.Stream()) if kernels.supports_cuda_graphs else RepeatedCapture()
+    capture = TorchCapture(torch.cuda.Stream()) if backend.supports_cuda_graphs else RepeatedCapture()
     graphs = CudaGraphs(model, caches, context, (num_rows,), capture)
     settings, padding = source.settings(num_rows)[0], torch.zeros(num_rows, dtype=torch.bool, device=source.device)
     return lambda step: graphs(dataclasses.replace(step, settings=settings, padding=padding))

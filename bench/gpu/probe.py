@@ -64,7 +64,7 @@ class Probe:
     """The measurements of steps on one device."""
 
     source: Source
-    kernels: Backend
+    backend: Backend
 
     @property
     def on_cpu(self) -> bool:
@@ -81,7 +81,7 @@ class Probe:
             for chunks in steps:
                 step, caches = self._step(model, chunks)
                 max_blocks = MAX_MODEL_LEN // BLOCK_SIZE
-                replay = capture_step(model, caches, self.kernels, self.source, len(chunks), max_blocks)
+                replay = capture_step(model, caches, self.backend, self.source, len(chunks), max_blocks)
                 seconds[-1].append(eager_seconds(partial(replay, step)))
         for chunks, of_few, of_many in zip(steps, *seconds, strict=True):
             layer = (of_many - of_few) / (many - few)
@@ -105,7 +105,7 @@ class Probe:
 
     def _model(self, num_layers: int, quantization: QuantizationName | None) -> Decoder:
         config = published("Qwen3-30B-A3B", num_layers, SMALL_MODEL if self.on_cpu else None)
-        return make_model(config, self.kernels, self.source, quantization)
+        return make_model(config, self.backend, self.source, quantization)
 
     def _step(self, model: Decoder, chunks: Chunks) -> tuple[StepInputs, list[Any]]:
         step = self.source.step(chunks, BLOCK_SIZE)

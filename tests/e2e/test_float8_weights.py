@@ -42,7 +42,7 @@ Stored = dict[str, Tensor]
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There, weights stay open."""
-    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: REFERENCE)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda dtype: REFERENCE)
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +205,8 @@ def test_nothing_is_allocated_beside_what_is_kept(
         allocated.append(memory.nbytes)
         return memory
 
-    table = dataclasses.replace(REFERENCE, allocate_weights=recorded)
-    monkeypatch.setitem(select.BACKENDS, "cpu", lambda: table)
+    backend = dataclasses.replace(REFERENCE, allocate_weights=recorded)
+    monkeypatch.setitem(select.BACKENDS, "cpu", lambda dtype: backend)
     model = built(original(name).folder)
     assert bytes_in_blocks(model) < sum(allocated) <= all_bytes(model)
 

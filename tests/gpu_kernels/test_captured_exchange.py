@@ -53,8 +53,8 @@ class TwinGroup:
 
 
 def make_layer() -> MoELayer:
-    kernels = dataclasses.replace(TRITON, side_stream=CudaSideStream())
-    context = ModelContext(kernels, groups_of_one_rank(), torch.float32, torch.device("cpu"))
+    backend = dataclasses.replace(TRITON, side_stream=CudaSideStream())
+    context = ModelContext(backend, groups_of_one_rank(), torch.float32, torch.device("cpu"))
     config = MoEConfig(
         router=RouterConfig(num_experts=4, top_k=2), expert_width=16, shared=SharedExpertsConfig(width=16)
     )

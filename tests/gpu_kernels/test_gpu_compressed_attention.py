@@ -36,10 +36,10 @@ def test_chunks_change_no_byte_of_entries_and_tails(name: str) -> None:
     projected_TX, bias_mY = source.normal(LENGTH, 2 * size), source.normal(shape.ratio, size)
     whole, cut, wanted = (torch.zeros(int(step.block_table.max()) + 1, 3 * size) for _ in range(3))
     expected = TorchCompressedAttention(shape).pool(projected_TX, bias_mY, wanted, SMALL_BLOCK_SIZE, step)
-    kernels = TritonCompressedAttention(shape)
-    pooled = kernels.pool(projected_TX, bias_mY, whole, SMALL_BLOCK_SIZE, step)
+    attention = TritonCompressedAttention(shape)
+    pooled = attention.pool(projected_TX, bias_mY, whole, SMALL_BLOCK_SIZE, step)
     parts = [
-        kernels.pool(projected_TX[first:end], bias_mY, cut, SMALL_BLOCK_SIZE, part_of(step, first, end))
+        attention.pool(projected_TX[first:end], bias_mY, cut, SMALL_BLOCK_SIZE, part_of(step, first, end))
         for first, end in zip((0, *ENDS), ENDS, strict=False)
     ]
     assert torch.equal(torch.cat(parts), pooled)

@@ -32,18 +32,18 @@ CONFIG = dict(
 
 
 @pytest.fixture
-def table() -> Iterator[Backend]:
-    with fake_device.installed(), rehearsing() as kernels:
-        yield dataclasses.replace(kernels, side_stream=CudaSideStream(), supports_cuda_graphs=True)
+def backend() -> Iterator[Backend]:
+    with fake_device.installed(), rehearsing() as backend:
+        yield dataclasses.replace(backend, side_stream=CudaSideStream(), supports_cuda_graphs=True)
 
 
 @torch.inference_mode()
-def are_replayed(kernels: Backend) -> list[bool]:
+def are_replayed(backend: Backend) -> list[bool]:
     """Capture a decode step with shared experts in the side stream. Are replays of other steps as without a graph?"""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.float32)
-    model, are_equal = make_model(CONFIG, kernels, source), []
+    model, are_equal = make_model(CONFIG, backend, source), []
     caches = model.make_caches(Places.equal(CacheRules(), 8, BLOCK_SIZE))
-    replay = capture_step(model, caches, kernels, source, 2, max_blocks=4)
+    replay = capture_step(model, caches, backend, source, 2, max_blocks=4)
     for contexts in ((20, 40), (37, 5)):
         for tensor in (tensor for cache in caches for tensor in cache.tensors):
             tensor.copy_(source.normal(*tensor.shape))
@@ -65,7 +65,7 @@ class Changed:
         return getattr(self._right, name)
 
 
-def stale_input(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def stale_input(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Attention that keeps the lengths of the first step that it gets in some memory."""
     kept: dict[int, Tensor] = {}
 
@@ -75,10 +75,10 @@ def stale_input(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
         return result
 
     plant(monkeypatch, attention.TABLE, "triton", lambda right: Changed(right, "attend", attend))
-    return table
+    return backend
 
 
-def host_read(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def host_read(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """An order of pairs whose counts are read on the host."""
 
     def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -86,10 +86,10 @@ def host_read(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
         return ordered, torch.tensor(counts.tolist())
 
     plant(monkeypatch, pairs.TABLE, "triton", lambda right: Changed(right, "order", order))
-    return table
+    return backend
 
 
-def host_size(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def host_size(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """An order of pairs that is indexed by a mask, so that the host reads the number of pairs."""
 
     def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -97,20 +97,20 @@ def host_size(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
         return ordered[ordered >= 0], counts
 
     plant(monkeypatch, pairs.TABLE, "triton", lambda right: Changed(right, "order", order))
-    return table
+    return backend
 
 
-def host_wait(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def host_wait(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     def order(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
         torch.cuda.synchronize()
         found: tuple[Tensor, Tensor] = original(*args)
         return found
 
     plant(monkeypatch, pairs.TABLE, "triton", lambda right: Changed(right, "order", order))
-    return table
+    return backend
 
 
-def wrong_stream(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def wrong_stream(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A side stream that does not wait for its input."""
 
     def start(self: Any, compute: Callable[[Tensor], Tensor], input: Tensor) -> side_stream.Pending:
@@ -118,29 +118,29 @@ def wrong_stream(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
             return side_stream.Pending(compute(input), self._stream)
 
     monkeypatch.setattr(side_stream.CudaSideStream, "start", start)
-    return table
+    return backend
 
 
-def early_wait(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def early_wait(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A side stream that waits for the stream of the capture before its input is computed, and not after."""
 
     def change(right: RowOperations) -> RowOperations:
         def rms_norm(*args: Any, **options: Any) -> Tensor:
-            table.side_stream._stream.wait_stream(torch.cuda.current_stream())  # type: ignore[attr-defined]
+            backend.side_stream._stream.wait_stream(torch.cuda.current_stream())  # type: ignore[attr-defined]
             return right.rms_norm(*args, **options)
 
         return right._replace(rms_norm=rms_norm)
 
     plant(monkeypatch, row_operations.TABLE, "triton", change)
-    return wrong_stream(table, monkeypatch)
+    return wrong_stream(backend, monkeypatch)
 
 
-def no_wait_for_a_result(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def no_wait_for_a_result(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     monkeypatch.setattr(side_stream.Pending, "wait", lambda self: self.result)
-    return table
+    return backend
 
 
-def stale_output(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def stale_output(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A capture that returns a copy of the result, which replays do not write to."""
     capture = TorchCapture.__call__
 
@@ -149,7 +149,7 @@ def stale_output(table: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
         return replay, dataclasses.replace(result, hidden_TD=result.hidden_TD.clone())
 
     monkeypatch.setattr(TorchCapture, "__call__", copied)
-    return table
+    return backend
 
 
 GRAPH_FAULTS: dict[Callable[[Backend, pytest.MonkeyPatch], Backend], str] = {
@@ -166,21 +166,21 @@ GRAPH_FAULTS: dict[Callable[[Backend, pytest.MonkeyPatch], Backend], str] = {
 
 @pytest.mark.parametrize("fault", GRAPH_FAULTS, ids=lambda fault: fault.__name__)
 def test_fault_around_a_graph_is_found(
-    fault: Callable[[Backend, pytest.MonkeyPatch], Backend], table: Backend, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[Backend, pytest.MonkeyPatch], Backend], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = fault(table, monkeypatch)
+    backend = fault(backend, monkeypatch)
     try:
-        outcome = str(are_replayed(kernels))
+        outcome = str(are_replayed(backend))
     except RuntimeError as error:
         outcome = str(error)
     assert GRAPH_FAULTS[fault] in outcome
 
 
-def test_replays_give_the_results_of_steps_without_a_graph(table: Backend) -> None:
-    assert are_replayed(table) == [True, True]
+def test_replays_give_the_results_of_steps_without_a_graph(backend: Backend) -> None:
+    assert are_replayed(backend) == [True, True]
 
 
-def test_streams_may_read_the_same_memory(table: Backend) -> None:
+def test_streams_may_read_the_same_memory(backend: Backend) -> None:
     """Two streams read one tensor, and write to their own."""
     rows, side = torch.ones(3), fake_device.FakeStream()
     graph = torch.cuda.CUDAGraph()
@@ -196,7 +196,7 @@ def test_streams_may_read_the_same_memory(table: Backend) -> None:
     assert total.tolist() == [16.0] * 3
 
 
-def test_stream_that_is_never_joined_is_refused(table: Backend) -> None:
+def test_stream_that_is_never_joined_is_refused(backend: Backend) -> None:
     rows, side = torch.ones(3), fake_device.FakeStream()
 
     def run() -> None:

@@ -95,8 +95,8 @@ def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
     """While one half computes, the communicator works for the other. A replay has the results of the whole step."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_MOE))
     config = describe(tmp_path).model
-    kernels = dataclasses.replace(TRITON, side_stream=CudaSideStream())
-    context = ModelContext(kernels, groups_of_one_rank(), torch.float32, torch.device("cpu"))
+    backend = dataclasses.replace(TRITON, side_stream=CudaSideStream())
+    context = ModelContext(backend, groups_of_one_rank(), torch.float32, torch.device("cpu"))
     communicator: Any = fake_device.FakeStream()
 
     @dataclass

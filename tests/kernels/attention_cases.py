@@ -165,16 +165,16 @@ def expected_attention(case: Case) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), torch.stack(spreads or rows)
 
 
-def attend(kernels: Backend, case: Case, max_rows: int | None = None) -> Tensor:
-    return attention_of(kernels, case.shape)(case, max_rows)
+def attend(backend: Backend, case: Case, max_rows: int | None = None) -> Tensor:
+    return attention_of(backend, case.shape)(case, max_rows)
 
 
-def attention_of(kernels: Backend, shape: Shape) -> Callable[[Case, int | None], Tensor]:
+def attention_of(backend: Backend, shape: Shape) -> Callable[[Case, int | None], Tensor]:
     scale = shape.scale or shape.head_size**-0.5
     if shape.latent_size is not None:
-        latent = latent_attention_ops.make(kernels, LatentShape(scale, shape.latent_size, shape.group_size))
+        latent = latent_attention_ops.make(backend, LatentShape(scale, shape.latent_size, shape.group_size))
         return lambda case, max_rows: latent.attend(case.query_TNH, case.key_cache[:, 0], case.step, max_rows)
-    paged = attention_ops.make(kernels, attention_shape(shape))
+    paged = attention_ops.make(backend, attention_shape(shape))
     return lambda case, _: paged.attend(
         case.query_TNH, KeyValueCache(case.key_cache, case.value_cache), case.step, case.sinks_N
     )
@@ -194,14 +194,14 @@ def attention_shape(shape: Shape, dtype: torch.dtype = torch.float32) -> Attenti
     )
 
 
-def write(kernels: Backend, case: Case, keys_TGH: Tensor, values_TGH: Tensor) -> None:
+def write(backend: Backend, case: Case, keys_TGH: Tensor, values_TGH: Tensor) -> None:
     """Write keys and values at the slots of the step; latent attention writes the keys alone."""
     if case.shape.latent_size is not None:
-        backend = latent_attention_ops.make(
-            kernels, LatentShape(case.scale, case.shape.latent_size, case.shape.num_heads)
+        attention = latent_attention_ops.make(
+            backend, LatentShape(case.scale, case.shape.latent_size, case.shape.num_heads)
         )
-        return backend.write(keys_TGH[:, 0], case.key_cache[:, 0], case.step)
-    paged = attention_ops.make(kernels, attention_shape(case.shape))
+        return attention.write(keys_TGH[:, 0], case.key_cache[:, 0], case.step)
+    paged = attention_ops.make(backend, attention_shape(case.shape))
     return paged.write(keys_TGH, values_TGH, KeyValueCache(case.key_cache, case.value_cache), case.step)  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from moeserve.step_inputs import ChunkSpan, StepInputs
 NUM_SPARE_BLOCKS = 3
 kernels = native_kernels()
 INSTRUCTION_SETS: tuple[str, ...] = tuple(kernels.usable_isas()) if kernels else ()  # best first
-KERNELS = select_backend(torch.device("cpu"))
+NATIVE = select_backend(torch.device("cpu"))
 needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")
 
 

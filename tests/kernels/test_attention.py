@@ -27,7 +27,7 @@ from attention_cases import (
     write,
 )
 from paged_steps import (
-    KERNELS,
+    NATIVE,
     drawn_chunks,
     kernels,
     needs_kernels,
@@ -70,38 +70,38 @@ def _settings_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def table(implementation: str) -> Backend:
-    return REFERENCE if implementation == "torch" else KERNELS
+def backend(implementation: str) -> Backend:
+    return REFERENCE if implementation == "torch" else NATIVE
 
 
 @pytest.fixture
 def native(isa: str) -> Backend:
-    return KERNELS
+    return NATIVE
 
 
-def assert_expected(table: Backend, case: Case, atol: float = 2e-5, rtol: float = 1e-5) -> None:
-    torch.testing.assert_close(attend(table, case).double(), expected_attention(case)[0], atol=atol, rtol=rtol)
+def assert_expected(backend: Backend, case: Case, atol: float = 2e-5, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(attend(backend, case).double(), expected_attention(case)[0], atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_float32_matches_dense_float64(table: Backend, seed: int, is_latent: bool) -> None:
+def test_float32_matches_dense_float64(backend: Backend, seed: int, is_latent: bool) -> None:
     case, expected, _ = random_case(seed, torch.float32, is_latent)
-    actual = attend(table, case)
+    actual = attend(backend, case)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("seed", [30, 31, 32, 34])
-def test_bfloat16_rounds_only_the_result_and_weights(table: Backend, seed: int, is_latent: bool) -> None:
+def test_bfloat16_rounds_only_the_result_and_weights(backend: Backend, seed: int, is_latent: bool) -> None:
     case, expected, spread = random_case(seed, torch.bfloat16, is_latent)
-    actual = attend(table, case)
+    actual = attend(backend, case)
     assert actual.dtype == torch.bfloat16
-    if table is REFERENCE and not is_latent:  # torch's own attention rounds between its steps as it likes
+    if backend is REFERENCE and not is_latent:  # torch's own attention rounds between its steps as it likes
         torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
     else:
-        has_rounded_weights = table is not REFERENCE and rounds_weights()
+        has_rounded_weights = backend is not REFERENCE and rounds_weights()
         assert within_bfloat16_rounding(actual, expected, spread if has_rounded_weights else None)
 
 
@@ -112,13 +112,13 @@ def test_float16_matches_dense_float64(is_latent: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", ["a group in several items", "latent, 128 heads"])
-def test_large_and_growing_scores_stay_finite(table: Backend, shape: str) -> None:
+def test_large_and_growing_scores_stay_finite(backend: Backend, shape: str) -> None:
     case = make_case([(1, 1300), (3, 270)], dataclasses.replace(SHAPES[shape], scale=1.0))
     for keys_CGH, block_ids in zip(case.keys_CGH, case.step.block_table, strict=True):
         for p in range(len(keys_CGH)):
             keys_CGH[p] *= 1 + p / 100
             case.key_cache[block_ids[p // 16], :, p % 16] = keys_CGH[p]
-    assert_expected(table, case, atol=2e-3, rtol=1e-4)
+    assert_expected(backend, case, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 40])
@@ -150,43 +150,43 @@ def test_the_reference_leaves_chunks_of_more_rows_zero(max_rows: int) -> None:
     assert torch.equal(actual == 0, expected == 0)
 
 
-def test_extreme_sinks(table: Backend) -> None:
+def test_extreme_sinks(backend: Backend) -> None:
     """A sink above all scores takes all weight, one below all takes none, and one of 0 is not none."""
     case = make_case([(1, 300), (12, 40)], SMALL["paged"])
     case = dataclasses.replace(case, sinks_N=torch.tensor([1e4, -1e4, 0.0, float("-inf")]))
-    assert_expected(table, case)
-    assert not attend(table, case)[:, 0].any()
+    assert_expected(backend, case)
+    assert not attend(backend, case)[:, 0].any()
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_no_tokens(table: Backend, kind: str) -> None:
+def test_no_tokens(backend: Backend, kind: str) -> None:
     case = make_case([], SMALL[kind])
-    assert attend(table, case).shape == (0, 4, SMALL[kind].latent_size or 64)
+    assert attend(backend, case).shape == (0, 4, SMALL[kind].latent_size or 64)
     nothing = torch.empty(0, SMALL[kind].num_kv_heads, SMALL[kind].head_size)
-    write(table, case, nothing, nothing)
+    write(backend, case, nothing, nothing)
     assert case.key_cache.isnan().all()
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_rows_without_a_chunk_or_before_position_0_get_zeros(table: Backend, kind: str) -> None:
+def test_rows_without_a_chunk_or_before_position_0_get_zeros(backend: Backend, kind: str) -> None:
     """The first chunk has a context shorter than its rows, the second one has no rows, the third no context."""
     case = make_case([(2, 20), (0, 30), (3, 30), (10, 40)], SMALL[kind])
     contexts = [1, 30, 0, 40]
     spans = tuple(s._replace(context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
     step = dataclasses.replace(case.step, context_lens=torch.tensor(contexts, dtype=torch.int32), spans=spans)
     query_TNH = torch.cat([case.query_TNH, torch.randn(3, *case.query_TNH.shape[1:])])
-    actual = attend(table, dataclasses.replace(case, step=step, query_TNH=query_TNH))
+    actual = attend(backend, dataclasses.replace(case, step=step, query_TNH=query_TNH))
     assert not actual[[0, 2, 3, 4, 15, 16, 17]].any()
     first_value_NL = case.values_CGL[0][0].repeat_interleave(4 // SMALL[kind].num_kv_heads, dim=0)
     torch.testing.assert_close(actual[1], first_value_NL)
     torch.testing.assert_close(actual[5:15].double(), expected_attention(case)[0][5:], atol=1e-5, rtol=1e-5)
 
 
-def test_nan_in_one_request_stays_there(table: Backend) -> None:
+def test_nan_in_one_request_stays_there(backend: Backend) -> None:
     case = make_case([(1, 300), (1, 290), (12, 30)], SMALL["paged"])
-    clean = attend(table, case)
+    clean = attend(backend, case)
     case.key_cache[int(case.step.block_table[1, 4]), 0, 3, 5] = float("nan")
-    actual = attend(table, case)
+    actual = attend(backend, case)
     assert actual[1, :2].isnan().all()
     others = [0, *range(2, 14)]
     assert same_bytes(actual[others], clean[others])
@@ -216,13 +216,13 @@ def test_nan_and_infinity_reach_only_rows_that_attend_to_them(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", ["groups of 3", "window and sinks", "latent, 35 heads, odd sizes"])
-def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(table: Backend, shape: str, dtype: torch.dtype) -> None:
+def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(backend: Backend, shape: str, dtype: torch.dtype) -> None:
     lengths = [(1, 1), (1, 63), (3, 500), (1, 1300), (20, 90), (1, 256), (8, 1030), (1, 257)]
     case = make_case(lengths, SHAPES[shape], dtype=dtype)
-    together = attend(table, case)
+    together = attend(backend, case)
     for chunk, span in enumerate(case.step.spans):
         rows = slice(span.first_row, span.first_row + span.num_rows)
-        assert same_bytes(attend(table, only_chunk(case, chunk)), together[rows]), f"chunk {chunk}: {span}"
+        assert same_bytes(attend(backend, only_chunk(case, chunk)), together[rows]), f"chunk {chunk}: {span}"
 
 
 @pytest.mark.parametrize("lengths", [[(1, 2500)], [(1, 40)] * 20 + [(8, 1300)]])
@@ -252,7 +252,7 @@ def test_ranks_that_divide_the_heads_change_no_byte(native: Backend, shape: Shap
         assert same_bytes(torch.cat(parts, dim=1), expected), num_ranks
 
 
-def attend_chunk_by_chunk(table: Backend, case: Case, draw: random.Random) -> Tensor:
+def attend_chunk_by_chunk(backend: Backend, case: Case, draw: random.Random) -> Tensor:
     """Run the requests of a case in steps of random chunks with random numbers of threads.
 
     The cache holds NaN at later positions.
@@ -264,8 +264,8 @@ def attend_chunk_by_chunk(table: Backend, case: Case, draw: random.Random) -> Te
         step = with_step(case, lengths, rows)
         set_num_threads(draw.choice([1, 2, 3]))
         values_TGL = torch.cat(case.values_CGL)[rows]
-        write(table, step, torch.cat(case.keys_CGH)[rows], values_TGL)
-        out_TNL[rows] = attend(table, step)
+        write(backend, step, torch.cat(case.keys_CGH)[rows], values_TGL)
+        out_TNL[rows] = attend(backend, step)
     return out_TNL
 
 
@@ -308,7 +308,7 @@ def test_sums_of_scores_have_one_order(native: Backend, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("block_size", "kind"), [(1, "paged"), (7, "latent"), (16, "paged"), (16, "latent")])
-def test_write_stores_each_token_at_its_slot(table: Backend, dtype: torch.dtype, block_size: int, kind: str) -> None:
+def test_write_stores_each_token_at_its_slot(backend: Backend, dtype: torch.dtype, block_size: int, kind: str) -> None:
     shape, num_tokens, num_blocks = SMALL[kind], 40, 90 // block_size
     num_kv_heads, head_size = shape.num_kv_heads, shape.head_size
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]
@@ -327,7 +327,7 @@ def test_write_stores_each_token_at_its_slot(table: Backend, dtype: torch.dtype,
     case = make_case([], shape)
     step = dataclasses.replace(case.step, cache_slots=slots)
     case = dataclasses.replace(case, step=step, key_cache=caches[0], value_cache=caches[1])
-    write(table, case, keys_TGH, values_TGH)
+    write(backend, case, keys_TGH, values_TGH)
     assert same_bytes(caches[0], expected[0])
     assert same_bytes(caches[1], expected[1])
 
@@ -353,9 +353,9 @@ def test_kernels_run_on_the_threads_of_torch() -> None:
 @needs_kernels
 def test_calls_from_several_python_threads_at_once() -> None:
     case = make_case([(1, 1500), (1, 30)], SMALL["paged"])
-    expected = attend(KERNELS, case)
+    expected = attend(NATIVE, case)
     with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda _: attend(KERNELS, case), range(30)))
+        outputs = list(pool.map(lambda _: attend(NATIVE, case), range(30)))
     assert all(same_bytes(output, expected) for output in outputs)
 
 
@@ -363,17 +363,17 @@ FORK = """
 import os, sys
 import torch
 from attention_cases import Shape, attend, make_case
-from paged_steps import KERNELS, kernels
+from paged_steps import NATIVE, kernels
 from moeserve.ops.native import set_num_threads
 
 case = make_case([(1, 3200), (1, 100)], Shape(4, 2, 64))
 set_num_threads(2)
-expected = attend(KERNELS, case)
+expected = attend(NATIVE, case)
 child = os.fork()
 if child == 0:
     assert not kernels.uses_openmp()
 for _ in range(20):
-    assert torch.equal(attend(KERNELS, case), expected)
+    assert torch.equal(attend(NATIVE, case), expected)
 if child:
     _, status = os.waitpid(child, 0)
     sys.exit(os.waitstatus_to_exitcode(status))

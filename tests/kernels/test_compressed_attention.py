@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from paged_steps import KERNELS, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
+from paged_steps import NATIVE, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
 from torch import Tensor
 
 from moeserve.ops import compressed_attention as compressed_attention_ops
@@ -86,20 +86,20 @@ class Inputs:
         }
         return dataclasses.replace(self, **per_token)
 
-    def run(self, table, cache: CompressedCache, step: StepInputs) -> Tensor:  # type: ignore[no-untyped-def]
+    def run(self, backend, cache: CompressedCache, step: StepInputs) -> Tensor:  # type: ignore[no-untyped-def]
         """Return what the rows of a step attend to, [T, N, H]."""
-        backend = compressed_attention_ops.make(table, self.shape)
+        attention = compressed_attention_ops.make(backend, self.shape)
         entry_TH = key_TI = chosen = None
         if cache.tails is not None:
-            entry_TH = backend.pool(self.projected_TX, self.bias_mY, cache.tails, BLOCK_SIZE, step)
+            entry_TH = attention.pool(self.projected_TX, self.bias_mY, cache.tails, BLOCK_SIZE, step)
         if cache.index_tails is not None:
-            key_TI = backend.pool(self.index_projected_TX, self.index_bias_mY, cache.index_tails, BLOCK_SIZE, step)
-        backend.write(self.vector_TH, entry_TH, key_TI, cache, step, step)
+            key_TI = attention.pool(self.index_projected_TX, self.index_bias_mY, cache.index_tails, BLOCK_SIZE, step)
+        attention.write(self.vector_TH, entry_TH, key_TI, cache, step, step)
         if cache.index_keys is not None:
             assert self.shape.ratio is not None
-            choose = indexer_ops.make(table, IndexerRule(top_k=7, tokens_per_entry=self.shape.ratio))
+            choose = indexer_ops.make(backend, IndexerRule(top_k=7, tokens_per_entry=self.shape.ratio))
             chosen = choose(self.index_query_TnI, self.weight_Tn, cache.index_keys, step)
-        return backend.attend(self.query_TNH, chosen, self.sinks_N, cache, step, step)
+        return attention.attend(self.query_TNH, chosen, self.sinks_N, cache, step, step)
 
     def entries(self, projected_TX: Tensor, bias_mY: Tensor, num_tokens: int) -> Tensor:
         """Return the entries of a request by their definition: one softmax over the tokens of each window."""
@@ -157,11 +157,11 @@ def new_cache(shape: CompressedShape, dtype: torch.dtype, block_ids: list[list[i
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_results_are_those_of_the_definition(name: str, implementation: str) -> None:
-    shape, table = SHAPES[name], REFERENCE if implementation == "torch" else KERNELS
+    shape, backend = SHAPES[name], REFERENCE if implementation == "torch" else NATIVE
     block_ids = scatter_blocks(LENGTHS, BLOCK_SIZE, seed=1)
     step = make_step(LENGTHS, block_ids, BLOCK_SIZE)
     inputs = Inputs.random(shape, len(step.positions), torch.float32)
-    found = inputs.run(table, new_cache(shape, torch.float32, block_ids), step)
+    found = inputs.run(backend, new_cache(shape, torch.float32, block_ids), step)
     for span in step.spans:
         rows = list(range(span.first_row, span.last_row + 1))
         expected = inputs.of_rows(rows).attended(len(rows))
@@ -176,20 +176,20 @@ def test_bytes_do_not_depend_on_chunks_blocks_or_threads(name: str, dtype: torch
     block_ids = scatter_blocks(LENGTHS, BLOCK_SIZE, seed=1)
     whole_step = make_step(LENGTHS, block_ids, BLOCK_SIZE)
     inputs = Inputs.random(shape, len(whole_step.positions), dtype)
-    whole = inputs.run(KERNELS, new_cache(shape, dtype, block_ids), whole_step)
+    whole = inputs.run(NATIVE, new_cache(shape, dtype, block_ids), whole_step)
     for num_threads in (1, 2):
         set_num_threads(num_threads)
         moved = scatter_blocks(LENGTHS, BLOCK_SIZE, seed=num_threads)
         cache, parts = new_cache(shape, dtype, moved), torch.empty_like(whole)
         for pieces, rows in drawn_chunks(whole_step.spans, random.Random(num_threads)):
-            parts[rows] = inputs.of_rows(rows).run(KERNELS, cache, make_step(pieces, moved, BLOCK_SIZE))
+            parts[rows] = inputs.of_rows(rows).run(NATIVE, cache, make_step(pieces, moved, BLOCK_SIZE))
         assert same_bytes(parts, whole)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_wrong_drafts_are_forgotten(name: str, implementation: str) -> None:
     """A chunk ends with wrong drafts, some of which end windows and blocks. The next chunk begins at the first."""
-    shape, table = SHAPES[name], REFERENCE if implementation == "torch" else KERNELS
+    shape, backend = SHAPES[name], REFERENCE if implementation == "torch" else NATIVE
     block_ids = scatter_blocks([(61, 61)], BLOCK_SIZE, seed=1)
     inputs = Inputs.random(shape, 61, torch.float32)
     other = inputs.of_rows(list(range(61))[::-1])
@@ -204,7 +204,7 @@ def test_wrong_drafts_are_forgotten(name: str, implementation: str) -> None:
             for field in dataclasses.fields(Inputs)
             if "_T" in field.name
         }
-        found = dataclasses.replace(inputs, **per_token).run(table, cache, step)
+        found = dataclasses.replace(inputs, **per_token).run(backend, cache, step)
     torch.testing.assert_close(found.double(), inputs.attended(61)[26:], rtol=2e-5, atol=2e-5)
 
 
@@ -230,7 +230,7 @@ def test_streams(config: StreamsConfig, width: int, dtype: torch.dtype, isa: str
     streams_TX = torch.randn(19, config.num_streams * width).to(dtype)
     update_TD = torch.randn(19, width).to(dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2**-7  # one rounding, perhaps to a neighbouring number
-    native, reference = streams_ops.make(KERNELS, config, 1e-5), streams_ops.make(REFERENCE, config, 1e-5)
+    native, reference = streams_ops.make(NATIVE, config, 1e-5), streams_ops.make(REFERENCE, config, 1e-5)
     for is_last in (False, True):
         weights = random_weights(config, width, is_last=is_last)
         found, wanted = native.collapse(streams_TX, weights), reference.collapse(streams_TX, weights)
@@ -259,7 +259,7 @@ def test_routing_by_token(dtype: torch.dtype, implementation: str) -> None:
     config = RouterConfig(num_experts=9, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, table_size=50)
     hidden_TD, weight_ED = torch.randn(7, 40).to(dtype), torch.randn(9, 40) * 0.5
     given_TK = torch.rand(7, 9).argsort(dim=1)[:, :3].contiguous()
-    router = routing_ops.make(REFERENCE if implementation == "torch" else KERNELS, config)
+    router = routing_ops.make(REFERENCE if implementation == "torch" else NATIVE, config)
     experts_TK, weights_TK = router(hidden_TD, weight_ED, None, None, given_TK)
     assert torch.equal(experts_TK, given_TK)
     logits_TE = hidden_TD.double() @ weight_ED.double().T
@@ -272,13 +272,13 @@ def test_routing_by_token(dtype: torch.dtype, implementation: str) -> None:
 def test_what_is_out_of_range_is_refused() -> None:
     config = RouterConfig(num_experts=9, top_k=1, scoring="sqrt_softplus", table_size=50)
     with pytest.raises(ValueError, match="expert 9"):
-        routing_ops.make(KERNELS, config)(torch.randn(1, 4), torch.randn(9, 4), None, None, torch.tensor([[9]]))
+        routing_ops.make(NATIVE, config)(torch.randn(1, 4), torch.randn(9, 4), None, None, torch.tensor([[9]]))
     shape, block_ids = SHAPES["plain"], [[0, 1]]
     step = make_step([(9, 9)], block_ids, BLOCK_SIZE)
     inputs = Inputs.random(shape, 9, torch.float32)
     for change in ({"block_table": step.block_table + 2}, {"context_lens": step.context_lens + 9}):
         with pytest.raises(ValueError, match="compressed attention"):
-            inputs.run(KERNELS, new_cache(shape, torch.float32, block_ids), dataclasses.replace(step, **change))
+            inputs.run(NATIVE, new_cache(shape, torch.float32, block_ids), dataclasses.replace(step, **change))
     assert kernels is not None
     with pytest.raises(ValueError, match="streams"):
         kernels.expand_streams(torch.ones(2, 9), torch.ones(2, 2), torch.ones(2, 24), torch.ones(2, 9), num_streams=4)

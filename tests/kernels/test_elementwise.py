@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from paged_steps import KERNELS, same_bytes
+from paged_steps import NATIVE, same_bytes
 from torch import Tensor
 
 from moeserve.ops import rows as rows_ops
@@ -39,12 +39,10 @@ def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None
     gates = (torch.randn(shape[0], 1) * 20).to(dtype)
     before = a.clone(), b.clone()
     set_num_threads(3)
-    assert same_bytes(rows_ops.make(KERNELS).add(a, b), a + b)
+    assert same_bytes(rows_ops.make(NATIVE).add(a, b), a + b)
     factor = torch.tensor([0.7])
-    assert same_bytes(
-        rows_ops.make(KERNELS).add_scaled(a, b, factor), rows_ops.make(REFERENCE).add_scaled(a, b, factor)
-    )
-    gated = rows_ops.make(KERNELS).gate_rows(gates, a)
+    assert same_bytes(rows_ops.make(NATIVE).add_scaled(a, b, factor), rows_ops.make(REFERENCE).add_scaled(a, b, factor))
+    gated = rows_ops.make(NATIVE).gate_rows(gates, a)
     assert same_bytes(a, before[0])
     assert same_bytes(b, before[1])
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7
@@ -55,9 +53,9 @@ def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None
 def test_extreme_values_of_addition_and_gating(dtype: torch.dtype) -> None:
     a = torch.tensor([[math.nan, math.inf, math.inf, 1.0]], dtype=dtype)
     b = torch.tensor([[1.0, -math.inf, 1.0, -math.inf]], dtype=dtype)
-    torch.testing.assert_close(rows_ops.make(KERNELS).add(a, b), a + b, equal_nan=True)
+    torch.testing.assert_close(rows_ops.make(NATIVE).add(a, b), a + b, equal_nan=True)
     gates = torch.tensor([[math.nan], [math.inf], [-math.inf], [200.0], [-80.0], [0.0]], dtype=dtype)
-    gated = rows_ops.make(KERNELS).gate_rows(gates, torch.full((6, 3), 2.0, dtype=dtype)).float()
+    gated = rows_ops.make(NATIVE).gate_rows(gates, torch.full((6, 3), 2.0, dtype=dtype)).float()
     assert gated[0].isnan().all()
     assert gated[2].abs().max() < 1e-37
     expected = torch.tensor([2.0, 2.0, 2 * 1.8048514e-35, 1.0])[:, None].expand(4, 3)
@@ -102,11 +100,11 @@ def test_norm_and_norm_after_an_addition(dtype: torch.dtype, seed: int) -> None:
     x, weight = random_rows(seed, dtype)
     update = torch.randn(x.shape).to(dtype) * 3
     before = x.clone(), update.clone()
-    assert_is_norm(rows_ops.make(KERNELS).rms_norm(x, weight, EPSILON), x, weight)
-    total, normed = rows_ops.make(KERNELS).add_rms_norm(x, update, weight, EPSILON)
+    assert_is_norm(rows_ops.make(NATIVE).rms_norm(x, weight, EPSILON), x, weight)
+    total, normed = rows_ops.make(NATIVE).add_rms_norm(x, update, weight, EPSILON)
     assert same_bytes(total, x + update)
     assert_is_norm(normed, x + update, weight)
-    assert same_bytes(normed, rows_ops.make(KERNELS).rms_norm(total, weight, EPSILON))
+    assert same_bytes(normed, rows_ops.make(NATIVE).rms_norm(total, weight, EPSILON))
     assert same_bytes(x, before[0])
     assert same_bytes(update, before[1])
 
@@ -116,8 +114,8 @@ def test_norm_and_norm_after_an_addition(dtype: torch.dtype, seed: int) -> None:
 def test_norm_in_place_leaves_the_rest_of_wider_rows(dtype: torch.dtype, width: int) -> None:
     wide = torch.randn(5, 100).to(dtype)
     before, x, weight = wide.clone(), wide[:, 3 : 3 + width], torch.randn(width).to(dtype)
-    before[:, 3 : 3 + width] = rows_ops.make(KERNELS).rms_norm(x, weight, EPSILON)
-    rows_ops.make(KERNELS).rms_norm_in_place(x, weight, EPSILON)
+    before[:, 3 : 3 + width] = rows_ops.make(NATIVE).rms_norm(x, weight, EPSILON)
+    rows_ops.make(NATIVE).rms_norm_in_place(x, weight, EPSILON)
     assert same_bytes(wide, before)
 
 
@@ -125,9 +123,9 @@ def test_norm_in_place_leaves_the_rest_of_wider_rows(dtype: torch.dtype, width: 
 def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 70).to(dtype), torch.ones(70, dtype=dtype)
     x[4] = 0
-    expected = rows_ops.make(KERNELS).rms_norm(x, weight, EPSILON)
+    expected = rows_ops.make(NATIVE).rms_norm(x, weight, EPSILON)
     x[1, 69], x[3, 0] = math.nan, math.inf
-    actual = rows_ops.make(KERNELS).rms_norm(x, weight, EPSILON)
+    actual = rows_ops.make(NATIVE).rms_norm(x, weight, EPSILON)
     assert actual[1].isnan().all()
     assert actual[3, 0].isnan()
     assert same_bytes(actual[[0, 2, 4]], expected[[0, 2, 4]])
@@ -168,7 +166,7 @@ def test_heads_of_a_projection_are_rotated_in_place(seed: int, dtype: torch.dtyp
     rotation = Rotation(*angles(num_tokens, num_pairs), is_interleaved)
     expected = rotated_in_float64(heads_TNH, rotation.cosines, rotation.sines, is_interleaved)
 
-    rotated = rows_ops.make(KERNELS).apply_rope(heads_TNH, rotation)
+    rotated = rows_ops.make(NATIVE).apply_rope(heads_TNH, rotation)
     assert rotated.dtype == dtype
     assert rotated.data_ptr() == heads_TNH.data_ptr()
     original[:, 1 : 1 + num_heads, before : before + 2 * num_pairs] = rotated[..., : 2 * num_pairs]
@@ -184,7 +182,7 @@ def test_rotation_into_a_part_of_a_wider_tensor(dtype: torch.dtype, is_interleav
     heads_TNH, out_TNH = source_TNH[..., 8:], target_TNH[..., 28:]
     before, left = source_TNH.clone(), target_TNH[..., :28].clone()
     rotation = Rotation(*angles(5, 32), is_interleaved)
-    for kernel in (rows_ops.make(KERNELS).apply_rope, rows_ops.make(REFERENCE).apply_rope):
+    for kernel in (rows_ops.make(NATIVE).apply_rope, rows_ops.make(REFERENCE).apply_rope):
         result = kernel(heads_TNH, rotation, out_TNH)
         assert result.data_ptr() == out_TNH.data_ptr()
         torch.testing.assert_close(out_TNH, rows_ops.make(REFERENCE).apply_rope(heads_TNH.clone(), rotation))
@@ -196,19 +194,19 @@ def test_rotation_into_a_part_of_a_wider_tensor(dtype: torch.dtype, is_interleav
 
 
 def add_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.cat(rows_ops.make(KERNELS).add_rms_norm(x, x.flip(-1), weight, EPSILON), dim=-1)
+    return torch.cat(rows_ops.make(NATIVE).add_rms_norm(x, x.flip(-1), weight, EPSILON), dim=-1)
 
 
 def rotate(x: Tensor, is_interleaved: bool) -> Tensor:
     heads_TNH, num_pairs = x.unflatten(-1, (4, -1)), x.shape[1] // 8 - 1
     angles_TF = x[:, :num_pairs].float()
-    return rows_ops.make(KERNELS).apply_rope(
+    return rows_ops.make(NATIVE).apply_rope(
         heads_TNH.clone(), Rotation(angles_TF.cos(), angles_TF.sin(), is_interleaved)
     )
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gate": lambda x, weight: rows_ops.make(KERNELS).gate_rows(x[:, :1].contiguous(), x),
+    "gate": lambda x, weight: rows_ops.make(NATIVE).gate_rows(x[:, :1].contiguous(), x),
     "norm": add_norm,
     "rope": lambda x, weight: rotate(x, False),
     "interleaved rope": lambda x, weight: rotate(x, True),
@@ -236,7 +234,7 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
 # Row maxima
 
 
-@pytest.fixture(params=[REFERENCE, KERNELS], ids=["torch", "native"])
+@pytest.fixture(params=[REFERENCE, NATIVE], ids=["torch", "native"])
 def row_maximum(request: pytest.FixtureRequest) -> RowMaximum:
     return sampling_ops.make(request.param).row_maximum
 

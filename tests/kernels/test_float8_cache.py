@@ -11,7 +11,7 @@ import pytest
 import torch
 from attention_cases import Case, Shape, attend, attention_shape, expected_attention, make_case, random_case, with_step
 from paged_steps import (
-    KERNELS,
+    NATIVE,
     drawn_chunks,
     make_step,
     rounds_weights,
@@ -45,13 +45,13 @@ def _settings_restored() -> Iterator[None]:
 
 
 @pytest.fixture
-def table(implementation: str) -> Backend:
-    return REFERENCE if implementation == "torch" else KERNELS
+def backend(implementation: str) -> Backend:
+    return REFERENCE if implementation == "torch" else NATIVE
 
 
 @pytest.fixture
 def native(isa: str) -> Backend:
-    return KERNELS
+    return NATIVE
 
 
 def drawn_rows(num_rows: int, head_size: int, dtype: torch.dtype) -> Tensor:
@@ -79,21 +79,21 @@ def nearest_numbers(rows_XH: Tensor) -> Tensor:
     return torch.where(scaled_XH.abs() < 2**-6, 0, rounded_XH) * scale_X1
 
 
-def float8_cache(table: Backend, case: Case) -> KeyValueCache:
+def float8_cache(backend: Backend, case: Case) -> KeyValueCache:
     """Return a cache with the keys and values of a case, written by these kernels, and other bytes where none are."""
     codes = (torch.full(cache.shape, 0xFF, dtype=torch.uint8) for cache in (case.key_cache, case.value_cache))
     scales = (torch.full(case.key_cache.shape[:3], math.nan, dtype=torch.bfloat16) for _ in range(2))
     cache = KeyValueCache(*codes, *scales)
     whole = [(len(keys), len(keys)) for keys in case.keys_CGH]
     step = make_step(whole, case.step.block_table.tolist(), case.key_cache.shape[2])
-    backend = attention_ops.make(table, attention_shape(case.shape, case.query_TNH.dtype))
-    backend.write(torch.cat(case.keys_CGH), torch.cat(case.values_CGL), cache, step)  # type: ignore[attr-defined]
+    attention = attention_ops.make(backend, attention_shape(case.shape, case.query_TNH.dtype))
+    attention.write(torch.cat(case.keys_CGH), torch.cat(case.values_CGL), cache, step)  # type: ignore[attr-defined]
     return cache
 
 
-def attend_float8(table: Backend, case: Case, cache: KeyValueCache) -> Tensor:
-    backend = attention_ops.make(table, attention_shape(case.shape, case.query_TNH.dtype))
-    return backend.attend(case.query_TNH, cache, case.step, case.sinks_N)
+def attend_float8(backend: Backend, case: Case, cache: KeyValueCache) -> Tensor:
+    attention = attention_ops.make(backend, attention_shape(case.shape, case.query_TNH.dtype))
+    return attention.attend(case.query_TNH, cache, case.step, case.sinks_N)
 
 
 def rounded(case: Case) -> Case:
@@ -141,14 +141,14 @@ def test_written_bytes_are_the_references(native: Backend, head_size: int, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", [30, 31, 32, 34])
-def test_attention_over_rounded_keys_and_values(table: Backend, seed: int, dtype: torch.dtype) -> None:
+def test_attention_over_rounded_keys_and_values(backend: Backend, seed: int, dtype: torch.dtype) -> None:
     case = rounded(random_case(seed, dtype, is_latent=False)[0])
     expected, spread = expected_attention(case)
-    actual = attend_float8(table, case, float8_cache(table, random_case(seed, dtype, is_latent=False)[0]))
+    actual = attend_float8(backend, case, float8_cache(backend, random_case(seed, dtype, is_latent=False)[0]))
     assert actual.dtype == dtype
     if dtype == torch.float32:
         torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
-    elif table is REFERENCE:  # torch's own attention rounds between its steps as it likes
+    elif backend is REFERENCE:  # torch's own attention rounds between its steps as it likes
         torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
     else:
         assert within_bfloat16_rounding(actual, expected, spread if rounds_weights() else None)

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from indexer_cases import SHAPES, Case, slots_of
-from paged_steps import KERNELS, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
+from paged_steps import NATIVE, drawn_chunks, kernels, make_step, needs_kernels, same_bytes, scatter_blocks
 
 from moeserve.ops import indexer as indexer_ops
 from moeserve.ops import latent_attention as latent_attention_ops
@@ -28,8 +28,8 @@ def test_choices_are_those_of_the_definition(name: str, dtype: torch.dtype, impl
     shape = SHAPES[name]
     block_ids = scatter_blocks(LENGTHS, shape.block_size, seed=3)
     case = Case.random(name, dtype, make_step(LENGTHS, block_ids, shape.block_size))
-    table = REFERENCE if implementation == "torch" else KERNELS
-    assert slots_of(case.run(indexer_ops.make(table, shape.rule))) == case.by_hand()
+    backend = REFERENCE if implementation == "torch" else NATIVE
+    assert slots_of(case.run(indexer_ops.make(backend, shape.rule))) == case.by_hand()
 
 
 @needs_kernels
@@ -38,7 +38,7 @@ def test_choices_of_a_context_of_64k_positions(isa: str) -> None:
     lengths, shape = [(2, 65536), (1, 4000)], SHAPES["odd"]
     block_ids = scatter_blocks(lengths, shape.block_size, seed=5)
     case = Case.random("odd", torch.float32, make_step(lengths, block_ids, shape.block_size))
-    assert slots_of(case.run(indexer_ops.make(KERNELS, shape.rule))) == case.by_hand()
+    assert slots_of(case.run(indexer_ops.make(NATIVE, shape.rule))) == case.by_hand()
 
 
 @needs_kernels
@@ -50,13 +50,13 @@ def test_choices_do_not_depend_on_chunks_or_threads(dtype: torch.dtype, isa: str
     whole = Case.random("published", dtype, make_step(lengths, block_ids, shape.block_size))
     noise = torch.Generator().manual_seed(0)
     whole.key_cache.copy_(torch.randn(whole.key_cache.shape, generator=noise))
-    wanted = slots_of(whole.run(indexer_ops.make(KERNELS, shape.rule)))
+    wanted = slots_of(whole.run(indexer_ops.make(NATIVE, shape.rule)))
     for num_threads in (1, 2):
         set_num_threads(num_threads)
         found: dict[int, list[int]] = {}
         for pieces, rows in drawn_chunks(whole.step.spans, random.Random(num_threads)):
             part = whole.of_rows(torch.tensor(rows, dtype=torch.int64), make_step(pieces, block_ids, shape.block_size))
-            found.update(zip(rows, slots_of(part.run(indexer_ops.make(KERNELS, shape.rule))), strict=True))
+            found.update(zip(rows, slots_of(part.run(indexer_ops.make(NATIVE, shape.rule))), strict=True))
         assert [found[row] for row in range(len(wanted))] == wanted
 
 
@@ -71,24 +71,24 @@ def test_attention_to_all_positions_has_the_bytes_of_dense_attention(dtype: torc
     cache = torch.randn(1 + int(step.block_table.max()), 16, size, generator=generator).to(dtype)
     query_TNP = torch.randn(len(step.token_ids), 20, size, generator=generator).to(dtype)
     case = Case.random("odd", dtype, step)
-    attention = latent_attention_ops.make(KERNELS, LatentShape(size**-0.5, latent_size, 20))
+    attention = latent_attention_ops.make(NATIVE, LatentShape(size**-0.5, latent_size, 20))
     keys = torch.zeros(len(cache), 16, 36, dtype=dtype)
-    everything = indexer_ops.make(KERNELS, IndexerRule(top_k=600))
+    everything = indexer_ops.make(NATIVE, IndexerRule(top_k=600))
     chosen = everything(case.query_TNH, case.weights_TN, keys, step)
     assert same_bytes(attention.attend_chosen(query_TNP, cache, chosen), attention.attend(query_TNP, cache, step))
 
 
 @DTYPES
 def test_attention_to_some_positions(dtype: torch.dtype, implementation: str) -> None:
-    table = REFERENCE if implementation == "torch" else KERNELS
+    backend = REFERENCE if implementation == "torch" else NATIVE
     lengths, shape = [(1, 150), (5, 5), (0, 0)], SHAPES["odd"]
     block_ids = scatter_blocks(lengths, shape.block_size, seed=4)
     case = Case.random("odd", dtype, make_step(lengths, block_ids, shape.block_size))
-    chosen = case.run(indexer_ops.make(table, shape.rule))
+    chosen = case.run(indexer_ops.make(backend, shape.rule))
     generator = torch.Generator().manual_seed(6)
     cache = torch.randn(len(case.key_cache), shape.block_size, 20, generator=generator).to(dtype)
     query_TNP = torch.randn(6, 3, 20, generator=generator).to(dtype)
-    attended = latent_attention_ops.make(table, LatentShape(0.3, 17, 3)).attend_chosen(query_TNP, cache, chosen)
+    attended = latent_attention_ops.make(backend, LatentShape(0.3, 17, 3)).attend_chosen(query_TNP, cache, chosen)
     for row, slots in enumerate(case.by_hand()):
         latent_CP = cache.flatten(0, 1)[slots].double()
         weights = torch.softmax(0.3 * query_TNP[row].double() @ latent_CP.T, dim=-1)
@@ -100,15 +100,15 @@ def test_attention_to_some_positions(dtype: torch.dtype, implementation: str) ->
 @pytest.mark.parametrize("width", [128, 37, 5, 33])
 @DTYPES
 def test_layer_norm(width: int, dtype: torch.dtype, implementation: str) -> None:
-    table = REFERENCE if implementation == "torch" else KERNELS
+    backend = REFERENCE if implementation == "torch" else NATIVE
     generator = torch.Generator().manual_seed(width)
     wide = torch.randn(9, width + 3, generator=generator).mul(3).add(50).to(dtype)
     weight, bias = (torch.randn(width, generator=generator).to(dtype) for _ in range(2))
     rows = wide[:, 1 : 1 + width]
     expected = torch.nn.functional.layer_norm(rows.double(), (width,), weight.double(), bias.double(), 1e-6)
     around = wide[:, [0, -1]].clone()
-    normed = rows_ops.make(table).layer_norm(rows, weight, bias, 1e-6)
-    rows_ops.make(table).layer_norm_in_place(rows, weight, bias, 1e-6)
+    normed = rows_ops.make(backend).layer_norm(rows, weight, bias, 1e-6)
+    rows_ops.make(backend).layer_norm_in_place(rows, weight, bias, 1e-6)
     assert torch.equal(rows, normed)
     # Means of numbers near 50 are rounded to float32, which moves results by their share of the deviation.
     tolerance = 1e-4 if dtype == torch.float32 else 2**-7
@@ -121,7 +121,7 @@ def test_arguments_out_of_range_are_refused() -> None:
     shape = SHAPES["odd"]
     block_ids = scatter_blocks([(2, 9)], shape.block_size, seed=0)
     case = Case.random("odd", torch.float32, make_step([(2, 9)], block_ids, shape.block_size))
-    choose = indexer_ops.make(KERNELS, shape.rule)
+    choose = indexer_ops.make(NATIVE, shape.rule)
     for change in ({"block_table": case.step.block_table + 99}, {"context_lens": case.step.context_lens + 99}):
         step = dataclasses.replace(case.step, **change)
         with pytest.raises(ValueError, match="choose_entries"):

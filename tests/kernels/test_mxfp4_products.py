@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from packed_panels import unpacked
-from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, settings_restored
+from paged_steps import INSTRUCTION_SETS, NATIVE, kernels, needs_kernels, settings_restored
 from test_products import ACTIVATIONS, assert_close, in_float64, native_grouped, native_product, quantized
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -47,7 +47,7 @@ def make(
 
 
 def packed_of(weights: OpenWeights) -> PackedWeights:
-    packing = products_ops.make_packing(KERNELS)
+    packing = products_ops.make_packing(NATIVE)
     assert packing is not None
     return packing.pack(weights, "mxfp4", in_place=False)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from paged_steps import KERNELS, same_bytes
+from paged_steps import NATIVE, same_bytes
 from torch import Tensor
 
 from moeserve.ops import pairs as pairs_ops
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture
 def operations(implementation: str) -> PairKernels:
-    return TorchPairs() if implementation == "torch" else pairs_ops.make(KERNELS)
+    return TorchPairs() if implementation == "torch" else pairs_ops.make(NATIVE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import routing_checks
 import torch
-from paged_steps import KERNELS, same_bytes
+from paged_steps import NATIVE, same_bytes
 from routing_checks import SCORINGS, random_config, random_tensors, route
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-router_of, reference_router = (partial(routing_ops.make, backend) for backend in (KERNELS, REFERENCE))
+router_of, reference_router = (partial(routing_ops.make, backend) for backend in (NATIVE, REFERENCE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,8 +41,8 @@ def test_factors_of_experts_multiply_their_weights() -> None:
     torch.manual_seed(0)
     config = RouterConfig(num_experts=9, top_k=4, is_normalized=True, has_factors=True)
     tensors, factors_E = random_tensors(config, 5, 33, torch.float32), torch.randn(9)
-    experts_TK, weights_TK = routing_ops.make(KERNELS, config)(*tensors, None, factors_E)
-    plain_TK, expected_TK = routing_ops.make(KERNELS, config)(*tensors)
+    experts_TK, weights_TK = routing_ops.make(NATIVE, config)(*tensors, None, factors_E)
+    plain_TK, expected_TK = routing_ops.make(NATIVE, config)(*tensors)
     assert torch.equal(experts_TK, plain_TK)
     assert torch.equal(weights_TK, expected_TK * factors_E[experts_TK])
     of_reference = routing_ops.make(REFERENCE, config)(*tensors, None, factors_E)
@@ -92,7 +92,7 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
     torch.manual_seed(0)
     config = RouterConfig(num_experts=num_experts, top_k=6, scoring="sigmoid", is_normalized=True)
     hidden_TD, weight_ED, _, _ = random_tensors(config, 150, width, dtype)
-    kernel = routing_ops.make(KERNELS, config)
+    kernel = routing_ops.make(NATIVE, config)
     set_num_threads(1)
     expected = kernel(hidden_TD, weight_ED, None, None)
     for num_threads in (2, 3):
@@ -105,4 +105,4 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
 def test_top_k_above_the_number_of_experts_is_refused() -> None:
     config = RouterConfig(num_experts=3, top_k=4)
     with pytest.raises(ValueError, match="top_k=4, but there are 3 experts"):
-        routing_ops.make(KERNELS, config)(*random_tensors(config, 2, 5, torch.float32))
+        routing_ops.make(NATIVE, config)(*random_tensors(config, 2, 5, torch.float32))

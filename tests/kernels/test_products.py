@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 import torch
 from packed_panels import unpacked
-from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, settings_restored
+from paged_steps import INSTRUCTION_SETS, NATIVE, kernels, needs_kernels, settings_restored
 from torch import Tensor
 from torch.nn import functional
 
@@ -86,18 +86,18 @@ def make(
 
 
 def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeights:
-    packing = products_ops.make_packing(KERNELS)
+    packing = products_ops.make_packing(NATIVE)
     assert packing is not None
     copy = dataclasses.replace(weights, weight_eOI=weights.weight_eOI.clone())
     return packing.pack(copy, packed_format, in_place=False)
 
 
 def native_product(packed: PackedWeights) -> Product:
-    return products_ops.SINGLE.of_packed(KERNELS.native, packed)
+    return products_ops.SINGLE.of_packed(NATIVE.native, packed)
 
 
 def native_grouped(packed: PackedWeights) -> GroupedProduct:
-    return products_ops.GROUPED.of_packed(KERNELS.native, packed)
+    return products_ops.GROUPED.of_packed(NATIVE.native, packed)
 
 
 def quantized(rows_RI: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_packing_only_moves_values(packed_format: PackedFormat) -> None:
 def test_packing_in_place_takes_no_memory() -> None:
     weights = make(2, 128, 64, torch.bfloat16)
     copy = weights.weight_eOI.clone()
-    packing = products_ops.make_packing(KERNELS)
+    packing = products_ops.make_packing(NATIVE)
     assert packing is not None
     packed = packing.pack(weights, "bfloat16", in_place=True)
     assert packed.panels.data_ptr() == weights.weight_eOI.data_ptr()
@@ -259,7 +259,7 @@ def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
 
 def test_a_rank_without_inputs_has_partial_sums_of_zero() -> None:
     weights = OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, keeps_float32=True))
-    product = products_ops.SINGLE.make(KERNELS, weights)
+    product = products_ops.SINGLE.make(NATIVE, weights)
     assert torch.equal(product.multiply(torch.empty(2, 0).bfloat16()), torch.zeros(2, 5))
 
 
@@ -346,7 +346,7 @@ def test_each_of_several_weights_has_the_bytes_of_its_own_product(
         assert torch.equal(given[: len(rows)], rows)
 
     input_TeI = torch.randn(5, 4, 64).to(dtype)
-    each = products_ops.PER_HEAD.of_packed(KERNELS.native, packed).multiply(input_TeI)
+    each = products_ops.PER_HEAD.of_packed(NATIVE.native, packed).multiply(input_TeI)
     for weight, one in enumerate(ones):
         assert torch.equal(each[:, weight], one.multiply(input_TeI[:, weight].contiguous()))
 
@@ -358,7 +358,7 @@ def test_one_thread_can_skip_products() -> None:
     groups = RowGroups(counts_e)
     expected = product.multiply(rows_RI, groups)
     of_another: list[Tensor] = []
-    with KERNELS.measure_memory_only():
+    with NATIVE.measure_memory_only():
         left_out = product.multiply(rows_RI, groups)
         other = threading.Thread(target=lambda: of_another.append(product.multiply(rows_RI, groups)))
         other.start()
@@ -385,7 +385,7 @@ def test_reference_and_kernels_agree(dtype: torch.dtype, activation: Activation 
         (given.multiply_slots(slots_eSI, groups)[0, :3], reference.multiply_slots(slots_eSI, groups)[0, :3]),
         (given.multiply_slots(slots_eSI, groups)[2, :5], reference.multiply_slots(slots_eSI, groups)[2, :5]),
         (
-            products_ops.PER_HEAD.of_packed(KERNELS.native, packed).multiply(input_TeI),
+            products_ops.PER_HEAD.of_packed(NATIVE.native, packed).multiply(input_TeI),
             TorchHeadProduct(weights).multiply(input_TeI),
         ),
     ):
@@ -412,7 +412,7 @@ def _same(dtype: torch.dtype) -> PackedFormat:
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, Tensor], message: str) -> None:
-    weights = native_weights(KERNELS.native, packed_copy(make(1, 64, 32, torch.float32), "float32"))
+    weights = native_weights(NATIVE.native, packed_copy(make(1, 64, 32, torch.float32), "float32"))
     arguments = dict(input_=torch.zeros(2, 32), counts=torch.tensor([2]), output=torch.zeros(2, 64)) | change
     with pytest.raises(ValueError, match=message):
         weights.multiply_rows(arguments["input_"], arguments["counts"], False, arguments["output"])

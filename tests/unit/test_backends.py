@@ -52,9 +52,9 @@ def test_number_formats_of_a_gpu(
 def test_a_gpu_without_triton_uses_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    kernels = select_backend(torch.device("cuda"))
-    assert rows_ops.make(kernels).rms_norm is rows_ops.make(REFERENCE).rms_norm
-    assert not kernels.supports_cuda_graphs
+    backend = select_backend(torch.device("cuda"))
+    assert rows_ops.make(backend).rms_norm is rows_ops.make(REFERENCE).rms_norm
+    assert not backend.supports_cuda_graphs
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -62,10 +62,10 @@ def test_a_gpu_uses_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from moeserve.triton_kernels.rms_norm import rms_norm
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    kernels = select_backend(torch.device("cuda"))
-    assert rows_ops.make(kernels).rms_norm is rms_norm
-    assert kernels.supports_cuda_graphs
-    assert kernels.compiles_on_first_use
+    backend = select_backend(torch.device("cuda"))
+    assert rows_ops.make(backend).rms_norm is rms_norm
+    assert backend.supports_cuda_graphs
+    assert backend.compiles_on_first_use
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

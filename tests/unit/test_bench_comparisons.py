@@ -134,7 +134,7 @@ def test_experts_from_end_to_end(
     assert "without vllm" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(attention.KERNELS is attention.REFERENCE, reason="the C++ kernels are not built")
+@pytest.mark.skipif(attention.NATIVE is attention.REFERENCE, reason="the C++ kernels are not built")
 def test_attention_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,7 +155,7 @@ def test_attention_from_end_to_end(
     assert "latent, 16 heads of 576, prefill" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(attention.KERNELS is attention.REFERENCE, reason="the C++ kernels are not built")
+@pytest.mark.skipif(attention.NATIVE is attention.REFERENCE, reason="the C++ kernels are not built")
 def test_sparse_and_linear_attention_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for benchmark in (sparse_attention, linear_attention):
         monkeypatch.setattr(benchmark, "LimitProbe", lambda dtype=torch.bfloat16, **_: SMALL_PROBE(dtype=dtype))

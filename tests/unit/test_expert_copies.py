@@ -16,7 +16,7 @@ from moeserve.ops import routing as routing_ops
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.select import select_backend
 
-KERNELS = select_backend(torch.device("cpu"))
+NATIVE = select_backend(torch.device("cpu"))
 
 
 def placed(*slots: tuple[int, ...]) -> Placement:
@@ -73,7 +73,7 @@ def test_node_with_more_copies_helps_the_other() -> None:
     assert sorted(turns[3]) == [0, 1, 2]  # its node's copy has one turn left
 
 
-@pytest.mark.parametrize("choose", [routing_ops.make_copies(KERNELS), routing_ops.make_copies(REFERENCE)])
+@pytest.mark.parametrize("choose", [routing_ops.make_copies(NATIVE), routing_ops.make_copies(REFERENCE)])
 def test_turns_by_token_and_padding(choose) -> None:
     copies = torch.tensor([[4, 5, 6], [7, -1, -1]])
     num_turns = torch.tensor([3, 1])
@@ -91,7 +91,7 @@ def test_kernel_equals_reference(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     experts = torch.randint(-1, num_experts, (data.draw(st.integers(0, 40)), top_k), generator=generator)
     first = data.draw(st.integers(0, 10**6))
-    chosen = routing_ops.make_copies(KERNELS)(experts, copies, num_turns, first)
+    chosen = routing_ops.make_copies(NATIVE)(experts, copies, num_turns, first)
     assert torch.equal(chosen, routing_ops.make_copies(REFERENCE)(experts, copies, num_turns, first))
 
 

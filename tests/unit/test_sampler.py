@@ -70,11 +70,11 @@ def allowed_tokens(token_ids: list[int], num_bits: int = 2**16) -> AllowedTokens
 
 
 BACKENDS = {"best": select_backend(torch.device("cpu")), "torch": REFERENCE}  # the same without C++
-KERNELS = {name: make(backend) for name, backend in BACKENDS.items()}
+OPERATIONS = {name: make(backend) for name, backend in BACKENDS.items()}
 chosen_kernels = "best"
 
 
-@pytest.fixture(autouse=True, params=KERNELS, scope="module")
+@pytest.fixture(autouse=True, params=OPERATIONS, scope="module")
 def choose_kernels(request: pytest.FixtureRequest) -> None:
     """Run each test with C++ kernels and without."""
     global chosen_kernels
@@ -82,11 +82,11 @@ def choose_kernels(request: pytest.FixtureRequest) -> None:
 
 
 def sample(logits_LV: Tensor, specs: list[RowSpec]) -> list[SampledToken]:
-    return sampled(logits_LV, specs, KERNELS[chosen_kernels])
+    return sampled(logits_LV, specs, OPERATIONS[chosen_kernels])
 
 
 def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
-    tensors = sampler.prompt_logprobs(logits_RV, torch.tensor(targets), num_top, KERNELS[chosen_kernels])
+    tensors = sampler.prompt_logprobs(logits_RV, torch.tensor(targets), num_top, OPERATIONS[chosen_kernels])
     rows = sampler.prompt_rows(tensors)
     if isinstance(rows, str):
         raise EngineError(rows)
@@ -312,7 +312,7 @@ def test_large_vocabularies_give_the_same_tokens_with_all_kernels(spread: float)
     logits_LV[1::4, ::3] = -math.inf
     kinds = [{}, {"top_k": 7000}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.95}, {"temperature": 0.1}]
     specs = [spec(seed=row, **kinds[row % len(kinds)]) for row in range(64)]
-    drawn = [[each.token_id for each in sampled(logits_LV, specs, table)] for table in KERNELS.values()]
+    drawn = [[each.token_id for each in sampled(logits_LV, specs, table)] for table in OPERATIONS.values()]
     assert drawn[0] == drawn[1]
 
 
