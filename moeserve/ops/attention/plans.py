@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,16 +16,8 @@ Plan = TypeVar("Plan")
 NUM_TURNS = 2  # the step that runs, and the step that is being prepared
 
 
-class Copies(Protocol):
-    """Copies to a GPU that have been started."""
-
-    def synchronize(self) -> None:
-        """Wait until the copies have finished."""
-        ...
-
-
-def started_copies(device: torch.device) -> Copies | None:
-    """Return the copies queued so far on the current stream, or None if the device has no streams."""
+def started_copies(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event after the copies queued so far on the current stream, or None if the device has no streams."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()
@@ -40,7 +32,7 @@ class Turn(Generic[Wrapper, Plan]):
     step: StepInputs
     wrapper: Wrapper
     plan: Plan
-    copies: Copies | None
+    copies: torch.cuda.Event | None
 
 
 class Plans(Generic[Wrapper, Plan]):
