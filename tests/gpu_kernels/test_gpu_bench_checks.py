@@ -128,8 +128,9 @@ def test_every_operation_is_checked() -> None:
         operations, reference = (getattr(ops, folder).make(backend)._asdict() for backend in (TRITON, REFERENCE))
         own |= {f"{folder}.{name}" for name in operations if operations[name] is not reference[name]}
     for each in pkgutil.iter_modules(ops.__path__):
-        if each.ispkg and each.name not in ("rows", "sampling"):
-            assert each.name == "products" or "triton" in getattr(ops, each.name).TABLE
+        if not each.ispkg or each.name in ("rows", "sampling"):
+            continue
+        if each.name == "products" or "triton" in getattr(ops, each.name).TABLE:  # test_backends lists what is missing
             own.add(each.name)
     names = {name for names in OPERATIONS.values() for name in names.split()}
     assert own == {name if name.startswith(("rows.", "sampling.")) else name.split(".")[0] for name in names}
