@@ -40,7 +40,7 @@ def read(config: ConfigValues) -> ModelConfig:
         window: dataclasses.replace(rotated, window=window, rotary=NO_ROTARY if window is None else rotated.rotary)
         for window in set(windows)
     }
-    dense = range(min(2, num_layers))
+    dense = frozenset(range(2))
     if config.get("mlp_only_layers") is not None:
         dense = config.layer_numbers("mlp_only_layers", num_layers)
     feed_forwards = feed_forwards_of(config, moe, [index in dense for index in range(num_layers)])
