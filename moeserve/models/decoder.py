@@ -171,6 +171,11 @@ class Decoder(nn.Module):
         return CacheNeeds.of(itertools.chain(*self.cache_items), self.config.cache_rules(block_size), block_size)
 
     @property
+    def layers_of_caches(self) -> list[int]:
+        """The index of each block's layer."""
+        return [block.layer for block in self.blocks]
+
+    @property
     def cache_items(self) -> list[tuple[CacheItems, ...]]:
         """The items that each block keeps."""
         return [block.network.cache_items for block in self.blocks]

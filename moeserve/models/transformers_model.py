@@ -244,7 +244,7 @@ class ForeignExperts(nn.Module):
 
 
 class TransformersModel(nn.Module):
-    """A transformers model with the members of `Decoder` that a worker uses.
+    """A `RankModel` that runs transformers' code.
 
     Args:
         folder: the checkpoint. Each rank loads it completely, and then keeps only its own experts.
@@ -266,8 +266,9 @@ class TransformersModel(nn.Module):
         self.dispatchers = dispatchers
         self.stage = range(len(config.layers))
         self._current: _Current | None = None
-        networks = [network for layer in config.layers for network in layer.networks]
-        self._attentions = [network for network in networks if isinstance(network, AttentionConfig)]
+        networks = [(number, each) for number, layer in enumerate(config.layers) for each in layer.networks]
+        self._attentions = [network for _, network in networks if isinstance(network, AttentionConfig)]
+        self.layers_of_caches = [number for number, network in networks if isinstance(network, AttentionConfig)]
         self._backends = [
             attention_operations.make(context.backend, _shape_of(attention, context)) for attention in self._attentions
         ]

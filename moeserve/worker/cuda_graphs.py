@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.kv.rank.cache import free_gpu_memory
-from moeserve.models.decoder import Decoder
+from moeserve.models.rank_model import RankModel
 from moeserve.ops import sampling
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, GroupTable, StepInputs
@@ -117,7 +117,7 @@ class CudaGraphs:
     """A `StepReplay` for GPU ranks. All ranks together capture all graphs in the constructor."""
 
     def __init__(
-        self, model: Decoder, caches: list[Any], context: StepContext, sizes: Sequence[int], capture: Capture
+        self, model: RankModel, caches: list[Any], context: StepContext, sizes: Sequence[int], capture: Capture
     ) -> None:
         """Capture all graphs. Collective: all ranks.
 

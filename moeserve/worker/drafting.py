@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeserve.config.settings import EngineConfig, SpeculativeConfig
 from moeserve.models.decoder import Decoder
+from moeserve.models.rank_model import RankModel
 from moeserve.protocol import ChunkResult, TokenLogprobs
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.request_table import Chunk, RequestState
@@ -176,13 +177,14 @@ class LayerDrafter:
         return list(itertools.takewhile(lambda token_id: token_id != NO_DRAFT, (int(each[index]) for each in on_host)))
 
 
-def drafter_of(config: EngineConfig, model: Decoder, caches: list[Any]) -> Drafter | None:
+def drafter_of(config: EngineConfig, model: RankModel, caches: list[Any]) -> Drafter | None:
     """Return the drafter of this rank; None without speculative decoding."""
     speculation = config.speculative_config
     if speculation is None:
         return None
     if not config.has_draft_layer:
         return NgramDrafter(speculation)
+    assert isinstance(model, Decoder), "other models have no layer for drafts"
     return LayerDrafter(model, caches, num_tokens=speculation.num_speculative_tokens, block_size=config.block_size)
 
 

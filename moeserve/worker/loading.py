@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -33,6 +32,7 @@ from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for
 from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
 from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint
 from moeserve.models.decoder import Decoder
+from moeserve.models.rank_model import RankModel
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_mapping import destinations
 from moeserve.ops.backend import Backend
@@ -50,7 +50,7 @@ MIN_CACHED_BYTES = 64 * 2**20  # smaller weights of a rank are loaded about as f
 class LoadedModel:
     """A model with its weights."""
 
-    model: Decoder
+    model: RankModel
     mapped_bytes: int = 0  # size of weights that are mapped from a file
 
 
@@ -80,7 +80,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
 
         foreign = TransformersModel(Path(config.model_path), description.model, placements, dispatchers, context)
         require_room(config, foreign.cache_needs, free_bytes(config))
-        return LoadedModel(cast(Decoder, foreign))  # it has the members of `Decoder` that a worker uses
+        return LoadedModel(foreign)
     stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
@@ -221,19 +221,19 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
     )
 
 
-def store_key(config: EngineConfig, model: Decoder) -> str:
+def store_key(config: EngineConfig, model: RankModel) -> str:
     """Return a hash that names this rank's KV cache items in a folder, of everything but tokens that they depend on."""
     groups = model.groups
     layout = [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop]
     return hash_key(_cache_facts(config, model), layout)
 
 
-def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> CacheShare:
+def cache_share(config: EngineConfig, model: RankModel, items: CachedItems) -> CacheShare:
     """Return the description of this rank's KV cache for ranks of other engines."""
     tensors: list[TensorShare] = []
     num_of_layer: Counter[int] = Counter()
     for each in items.tensors:
-        layer = model.blocks[each.block].layer
+        layer = model.layers_of_caches[each.block]
         ranges = [(part.start, len(part)) for part in each.division.ranges]
         name = f"{layer}.{num_of_layer[layer]}"
         num_of_layer[layer] += 1
@@ -241,7 +241,7 @@ def cache_share(config: EngineConfig, model: Decoder, items: CachedItems) -> Cac
     return CacheShare(facts=_cache_facts(config, model), tensors=tensors)
 
 
-def _cache_facts(config: EngineConfig, model: Decoder) -> dict[str, str]:
+def _cache_facts(config: EngineConfig, model: RankModel) -> dict[str, str]:
     """Return all facts that the contents of items depend on, except tokens and the division over ranks."""
     folder = Path(config.model_path)
     files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]

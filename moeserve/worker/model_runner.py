@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import MoeserveError
-from moeserve.models.decoder import Decoder
+from moeserve.models.rank_model import RankModel
 from moeserve.ops import sampling as sampling_operations
 from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
@@ -36,7 +36,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: RankModel,
         context: StepContext,
         replay: StepReplay,
         table: RequestTable,

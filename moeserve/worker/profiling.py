@@ -9,7 +9,7 @@ from moeserve.errors import SettingsError
 from moeserve.kv.layer_cache import CacheNeeds, Places
 from moeserve.kv.rank.cache import count_blocks, free_bytes, measure_step_memory
 from moeserve.machine import shown_bytes
-from moeserve.models.decoder import Decoder
+from moeserve.models.rank_model import RankModel
 from moeserve.ops.attention.dense import MAX_MASK_SIZE
 from moeserve.ops.sampling.reference import PIECE_SIZE
 from moeserve.sampling_params import RequestParams
@@ -23,7 +23,7 @@ NUM_PREDICTING = 65536  # number of tokens of a step whose memory is, per token,
 LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the whole context
 
 
-def make_probe(model: Decoder, context: StepContext, config: EngineConfig) -> ModelRunner:
+def make_probe(model: RankModel, context: StepContext, config: EngineConfig) -> ModelRunner:
     """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
     shallow = model.with_one_layer_of_each_kind()
     caches = shallow.make_caches(Places.equal(context.rules, 1, context.block_size))  # trial steps store no states

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.rules import CacheRules
-from moeserve.models.decoder import Decoder
+from moeserve.models.rank_model import RankModel
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import GroupTable, StateRows, StepInputs
 from moeserve.worker.halves import HalvingLimits
@@ -83,7 +83,7 @@ def do_nothing() -> None:
 class EagerSteps:
     """Runs every step layer by layer."""
 
-    def __init__(self, model: Decoder, caches: list[Any]) -> None:
+    def __init__(self, model: RankModel, caches: list[Any]) -> None:
         self.model = model
         self.caches = caches
         self.on_layers: Callable[[], None] = do_nothing

@@ -33,6 +33,7 @@ from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelConfig
+from moeserve.models.rank_model import RankModel
 from moeserve.ops.backend import Backend
 from moeserve.ops.native import missing_kernels, set_num_threads
 from moeserve.ops.side_stream import CudaSideStream
@@ -151,12 +152,12 @@ class Worker:
         num_blocks = profile_blocks(config, probe, needs, reserved_bytes)
         return self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
-    def _groups_of_tables(self, config: EngineConfig, model: Decoder) -> tuple[CacheGroup, ...]:
+    def _groups_of_tables(self, config: EngineConfig, model: RankModel) -> tuple[CacheGroup, ...]:
         """Return the cache groups of layers that keep blocks."""
         rules = model.cache_needs.rules.tables
         return tuple(CacheGroup(rule, min(self.num_blocks, most_blocks(config, rule))) for rule in rules)
 
-    def _make_caches(self, config: EngineConfig, model: Decoder) -> list[Any]:
+    def _make_caches(self, config: EngineConfig, model: RankModel) -> list[Any]:
         """Return the cache of each block of the model."""
         places = Places(self._groups_of_tables(config, model), config.block_size, num_states_of(config))
         caches = model.make_caches(places)
@@ -165,7 +166,7 @@ class Worker:
                 cache.clear()
         return caches
 
-    def _other_groups(self, config: EngineConfig, model: Decoder) -> list[GroupFacts]:
+    def _other_groups(self, config: EngineConfig, model: RankModel) -> list[GroupFacts]:
         """Log the sizes of all cache groups, and return those besides the first."""
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         groups = [*self._groups_of_tables(config, model)[1:]]
@@ -176,7 +177,7 @@ class Worker:
         return list(map(GroupFacts.of, groups))
 
     def _open_store(
-        self, config: EngineConfig, model: Decoder, items: CachedItems
+        self, config: EngineConfig, model: RankModel, items: CachedItems
     ) -> tuple[KVStore | None, StoreFacts]:
         """Open the store behind the KV cache that the config specifies, if any. Collective: all ranks."""
         if config.kv_folder is not None:
@@ -195,7 +196,7 @@ class Worker:
         return HostStore(items, num_places, config.kv_file), StoreFacts(num_host_places=num_places)
 
     def _open_to_peers(
-        self, config: EngineConfig, model: Decoder, items: CachedItems
+        self, config: EngineConfig, model: RankModel, items: CachedItems
     ) -> tuple[BlockSender | None, BlockReceiver | None]:
         """Return the sender and the receiver of items of other engines, or None if the config does not enable them."""
         if config.kv_transfer_address is None:
@@ -356,14 +357,13 @@ class Worker:
             self.rebalancer.consider(collected.of_stage, collected.figures_of_rank)
 
 
-def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context: StepContext) -> ReplayFactory:
+def select_replay(config: EngineConfig, model: RankModel, groups: Groups, context: StepContext) -> ReplayFactory:
     """Return the factory of this rank's `StepReplay`. All ranks make the same choice."""
     backend = model.context.backend
     if backend.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
-        return ReplayFactory(
-            reserved_bytes=lambda: MEMORY_BYTES,
-            make=lambda caches: CpuGraphs(model, caches, groups, context, config.max_num_seqs),
-        )
+        assert isinstance(model, Decoder), "other models run eagerly"
+        make = functools.partial(CpuGraphs, model, groups=groups, context=context, max_num_seqs=config.max_num_seqs)
+        return ReplayFactory(reserved_bytes=lambda: MEMORY_BYTES, make=make)
     if backend.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
 
         def is_capturable(tokens_per_rank: Sequence[int]) -> bool:  # collective: all ranks, over stages

@@ -117,6 +117,8 @@ def test_settings_that_need_our_own_code_are_refused(tmp_path: Path, settings: d
 
 
 def test_an_unknown_architecture_names_the_setting(tmp_path: Path) -> None:
-    SHAPES["afmoe"].config().save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"AfmoeForCausalLM.*model_impl='transformers'"):
+    config = SHAPES["afmoe"].config()
+    config.architectures = ["TomorrowForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"TomorrowForCausalLM.*model_impl='transformers'"):
         LLM(str(tmp_path))

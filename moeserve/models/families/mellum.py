@@ -49,6 +49,4 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, layers)
 
 
-MELLUM = Family(
-    name="Mellum 2", architecture="MellumForCausalLM", model_type="mellum", read=read, left_out=("mtp.",)
-)
+MELLUM = Family(name="Mellum 2", architecture="MellumForCausalLM", model_type="mellum", read=read, left_out=("mtp.",))

@@ -1,0 +1,60 @@
+"""A rank's part of a model, as a worker sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moeserve.distributed.groups import Groups
+from moeserve.kv.layer_cache import CacheItems, CacheNeeds, Places
+from moeserve.layers.context import ModelContext
+from moeserve.layers.moe.dispatch.factory import DispatcherFactory
+from moeserve.models.model_config import ModelConfig
+from moeserve.step_inputs import StepInputs
+
+
+class RankModel(Protocol):
+    """What a worker needs of a model: a `Decoder`, or transformers' own code."""
+
+    config: ModelConfig
+    context: ModelContext
+    groups: Groups
+    dispatchers: DispatcherFactory
+    stage: range  # layers of this rank
+
+    @property
+    def head(self) -> Any:
+        """The output head; None on all pipeline stages but the last."""
+
+    @property
+    def moe_layers(self) -> Mapping[int, Any]:
+        """The layers with experts, by their index in the model."""
+
+    @property
+    def layers_of_caches(self) -> list[int]:
+        """The index of the layer of each of `cache_items`."""
+
+    @property
+    def cache_items(self) -> list[tuple[CacheItems, ...]]:
+        """The items that each network keeps."""
+
+    @property
+    def cache_needs(self) -> CacheNeeds:
+        """The cache memory that all layers of this rank need together."""
+
+    def make_caches(self, places: Places) -> list[Any]:
+        """Return a cache for each of `cache_items`."""
+
+    def with_one_layer_of_each_kind(self) -> RankModel:
+        """Return a model whose steps need as much memory, with fewer layers if possible."""
+
+    def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
+        """Return True if a CUDA graph should run such a step."""
+
+    def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:
+        """Return the hidden states [T, D] of all tokens of the replica. Collective: all ranks."""
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return the logits [T, V] of hidden states. Last stage only."""
