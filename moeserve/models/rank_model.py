@@ -16,7 +16,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class RankModel(Protocol):
-    """What a worker needs of a model: a `Decoder`, or transformers' own code."""
+    """A `Decoder`, or a model of transformers' own code, with the members that a worker uses."""
 
     config: ModelConfig
     context: ModelContext

@@ -15,9 +15,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from moeserve import CheckpointError
 from moeserve.layers.rows import Destination, whole
 from moeserve.models.checkpoint import loading as weight_loading
+from moeserve.models.checkpoint.float4_tensors import decode_fp4, e8m0_values
+from moeserve.models.checkpoint.float8_tensors import decode_fp8
 from moeserve.models.checkpoint.loading import Destinations, load_weights
 from moeserve.models.checkpoint.shards import open_checkpoint
-from moeserve.models.checkpoint.tensors import StoredTensor, decode_fp4, decode_fp8, e8m0_values
+from moeserve.models.checkpoint.tensors import StoredTensor
 from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
 from moeserve.models.config_values import ConfigValues
 

@@ -21,9 +21,11 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights, Weights
 from moeserve.machine import shown_bytes
+from moeserve.models.checkpoint.float4_tensors import Fp4Tensor
+from moeserve.models.checkpoint.float8_tensors import ScaledTensor
 from moeserve.models.checkpoint.integer_tensors import GroupedTensor
 from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
-from moeserve.models.checkpoint.tensors import CheckpointTensor, Fp4Tensor, PlainTensor, ReadRows, ScaledTensor
+from moeserve.models.checkpoint.tensors import CheckpointTensor, PlainTensor, ReadRows
 from moeserve.models.checkpoint.unused_tensors import harmful
 from moeserve.ops.products.interface import INT4_GROUP
 from moeserve.ops.products.weight_blocks import BLOCK, blocks_of, num_blocks, quantize

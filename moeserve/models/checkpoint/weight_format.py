@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from moeserve.errors import shown
+from moeserve.models.checkpoint.float4_tensors import FP4_CODES, Fp4Tensor, Mxfp4Part, Mxfp4Tensor
+from moeserve.models.checkpoint.float8_tensors import ScaledTensor
 from moeserve.models.checkpoint.integer_tensors import (
     AWQ,
     COMPRESSED_TENSORS,
@@ -18,17 +20,7 @@ from moeserve.models.checkpoint.integer_tensors import (
     IntegerStorage,
     IntegerTensor,
 )
-from moeserve.models.checkpoint.tensors import (
-    FP4_CODES,
-    CheckpointTensor,
-    Fp4Tensor,
-    Mxfp4Part,
-    Mxfp4Tensor,
-    PlainTensor,
-    ReadRows,
-    ScaledTensor,
-    StoredTensor,
-)
+from moeserve.models.checkpoint.tensors import CheckpointTensor, PlainTensor, ReadRows, StoredTensor
 from moeserve.models.config_values import ConfigValues, read_json
 
 MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}

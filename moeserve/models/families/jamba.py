@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.layers.mamba.mixer import MambaConfig
+from moeserve.layers.mamba1.mixer import MambaConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
