@@ -51,7 +51,7 @@ class DecoderBlock(nn.Module):
             norm_name: the name of the norm before it.
         """
         super().__init__()
-        self.layer, self.is_draft = layer, is_draft
+        self.layer, self.is_draft, self.ignores_norm = layer, is_draft, block.ignores_norm
         self.name, self.norm_name = f"{block.network.name}{suffix}", norm_name
         self.output_norm_name = f"{block.network.output_norm_name}{suffix}"
         self.network = block.network.build(build)
@@ -71,6 +71,8 @@ class DecoderBlock(nn.Module):
         """
         yield from self.place.rows(at, self.norm_name, self.output_norm_name)
         yield from self.network.rows(at.under(self.name))
+        if self.ignores_norm:
+            yield at(f"{self.output_norm_name}.weight"), None
 
 
 class Decoder(nn.Module):

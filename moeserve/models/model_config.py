@@ -29,6 +29,7 @@ class Block:
 
     network: NetworkConfig
     is_normed: bool = False  # the network's output is normalised before it is added
+    ignores_norm: bool = False  # checkpoints may store a norm of the output, which is not used
     is_scaled: bool = False  # the stream is multiplied by a learned number behind the network
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -232,7 +233,14 @@ def test_a_whole_file_is_used_beside_an_index_of_shards_that_are_gone(
 
 
 OWN_FORMS = [
+    "afmoe",
+    "axk1",
+    "exaone-moe",
+    "flint",
+    "granite-swa",
+    "mellum",
     "mixtral",
+    "solar-open",
     "deepseek-v2",
     "deepseek-v3",
     "deepseek-v32",
@@ -291,6 +299,20 @@ def test_what_transformers_saves_by_default_is_read(
     reference = reference_named(name)
     reference.model.save_pretrained(tmp_path)
     assert_serves(tmp_path, reference, dtype="float32")
+
+
+def test_axk1_as_it_is_published(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    """A norm of the dense network is stored that is not used, and no correction of routers."""
+    model = copy.deepcopy(reference_named("axk1").model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+    tensors["model.layers.0.mlp.post_mlp_layernorm.weight"] = torch.ones(model.config.hidden_size)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_serves(tmp_path, Reference(tmp_path, model), dtype="float32")
 
 
 # --- a text model without the models beside it

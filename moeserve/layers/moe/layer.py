@@ -38,6 +38,7 @@ class MoEConfig(FeedForwardConfig):
     expert_width: int
     activation: Activation = SwiGLU()
     has_expert_bias: bool = False
+    may_lack_correction: bool = False  # a checkpoint may lack the router's correction, which is then zero
     shared: SharedExpertsConfig | None = None
     # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
     weighs_inputs: bool = False
@@ -148,7 +149,7 @@ class MoELayer(Network):
         Args:
             router_factor: multiplies the stored weights of the router.
         """
-        yield from self.router.rows(at.under("gate"), router_factor)
+        yield from self.router.rows(at.under("gate"), router_factor, self.config.may_lack_correction)
         if self.shared_experts is not None:
             yield from self.shared_experts.rows(at)
         for linear, name in ((self.to_latent, "to_latent"), (self.from_latent, "from_latent")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.layers.rows import At, Row, whole
+from moeserve.layers.rows import At, Row, some_columns, whole
 from moeserve.ops import pairs, routing
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
@@ -50,19 +51,24 @@ class Router(nn.Module):
         self.gather = pairs.make(context.backend).gather
         self.kernel = routing.make(context.backend, config)
 
-    def rows(self, at: At, factor: float = 1.0) -> Iterator[Row]:
+    def rows(self, at: At, factor: float = 1.0, may_lack_correction: bool = False) -> Iterator[Row]:
         """Yield the rows of its weights, which are whole on every rank.
 
         Args:
             factor: multiplies the stored weights.
+            may_lack_correction: a correction that is not stored is zero.
         """
         yield at("weight"), whole(self.weight, factor=factor)
         if self.bias is not None:
             yield at("bias"), whole(self.bias)
         if self.correction is not None:
             name, correction_E = "e_score_correction_bias", self.correction
-            is_matrix = len(at.stored.get(at(name), ())) == 2  # [1, experts]
-            yield at(name), whole(correction_E[None] if is_matrix else correction_E)
+            if may_lack_correction and not at.has(name):  # zero times a stored column
+                zeros = some_columns(correction_E[:, None], slice(0, 1), self.weight.shape[1])
+                yield at("weight"), dataclasses.replace(zeros, factor=0.0)
+            else:
+                is_matrix = len(at.stored.get(at(name), ())) == 2  # [1, experts]
+                yield at(name), whole(correction_E[None] if is_matrix else correction_E)
         if self.factors is not None:
             yield at("per_expert_scale"), whole(self.factors)
         if self.table is not None:

@@ -23,13 +23,14 @@ def read(config: ConfigValues) -> ModelConfig:
         router=read_corrected_router(config),
         expert_width=expert_width,
         shared=read_shared_experts(config, expert_width),
+        may_lack_correction=True,
     )
     attention = read_latent_attention(config, is_interleaved=config.flag("rope_interleave", default=True))
     if attention.query_rank is None:
         raise config.missing("q_lora_rank")
     layers = [
-        Layer((Block(attention), Block(feed_forward, is_normed=feed_forward.moe is not None)))
-        for feed_forward in read_listed_dense(config, moe)
+        Layer((Block(attention), Block(each, is_normed=each.moe is not None, ignores_norm=each.moe is None)))
+        for each in read_listed_dense(config, moe)
     ]
     return read_model(config, layers)
 
@@ -40,8 +41,7 @@ AXK1 = Family(
     model_type="axk1",
     read=read,
     names=(
-        (r"\.mlp\.post_mlp_layernorm\.", ".mlp_output_norm."),
-        # Published checkpoints have this norm beside the network, and for dense layers too, which do not use it.
-        (r"\.post_mlp_layernorm\.", ".mlp_output_norm."),
+        # Published checkpoints have this norm for dense layers too, and no correction of the router.
+        (r"\.(?:mlp\.)?post_mlp_layernorm\.", ".mlp_output_norm."),
     ),
 )
