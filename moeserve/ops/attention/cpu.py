@@ -17,8 +17,6 @@ from moeserve.ops.rows.cpu import CpuRows
 from moeserve.ops.rows.interface import Rotation
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, G key-value heads, H size of a key, V of a value
-
 
 class CpuAttention:
     """An `AttentionBackend` of C++ kernels."""

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# R rows, the last ones of a context of C positions; N query heads, G key-value heads, H size of a key, V of a value;
-# Q queries that share keys and values
+# C positions of a context, whose last ones are the rows; Q queries that share keys and values
 
 MAX_MASK_SIZE = 2**22  # maximum number of elements of a mask or of scores, rows times positions, in memory at a time
 

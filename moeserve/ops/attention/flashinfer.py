@@ -33,7 +33,7 @@ from moeserve.step_inputs import ChunkSpan, StepInputs
 if TYPE_CHECKING:
     from moeserve.config.settings import AttentionChoice
 
-# T tokens, N query heads, G key-value heads, H head size, S chunks, B blocks of all chunks
+# S chunks, B blocks of all chunks
 
 logger = logging.getLogger(__name__)
 

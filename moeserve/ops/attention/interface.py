@@ -11,8 +11,6 @@ from torch import Tensor
 from moeserve.ops.rows.interface import Rotation
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, G key-value heads, H size of a key, V of a value
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:

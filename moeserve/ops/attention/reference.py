@@ -11,8 +11,7 @@ from moeserve.ops.rows.interface import Rotation
 from moeserve.ops.rows.reference import apply_rope
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
-# T tokens, N query heads, G key-value heads, H size of a key, V of a value; R rows of one chunk, C positions of its
-# context, B blocks
+# R rows of one chunk, C positions of its context, B blocks
 
 
 class TorchAttention:

@@ -10,8 +10,6 @@ from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.paged_attention import paged_attention
 from moeserve.triton_kernels.rotary import rotary_with_cache_write
 
-# T tokens, N query heads, G key-value heads, H size of a key, V of a value
-
 
 class TritonAttention:
     """An `AttentionBackend` in Triton. A row's result does not depend on the other chunks of the step."""

@@ -16,8 +16,8 @@ from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, L maximum number of vectors
-# that a row attends to, X values and gates of a token, Y = X / 2
+# I size of an indexer's key, m tokens of a window, L maximum number of vectors that a row attends to, X values and
+# gates of a token, Y = X / 2
 
 
 class CpuCompressedAttention:

@@ -21,8 +21,8 @@ from torch import Tensor
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, B tokens of a block, E entries
-# of a block, V vectors of a cache, X values and gates of a token
+# I size of an indexer's key, m tokens of a window, B tokens of a block, E entries of a block, V vectors of a cache,
+# X values and gates of a token
 
 
 @dataclass(frozen=True, kw_only=True)

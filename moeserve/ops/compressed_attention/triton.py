@@ -10,8 +10,7 @@ from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.compressed_attention import compressed_attention, find_entry_slots, pool_windows
 from moeserve.triton_kernels.latent_attention import write_latents
 
-# T tokens, N query heads, H head size, I size of an indexer's key, m tokens of a window, X values and gates of a token,
-# Y = X / 2
+# I size of an indexer's key, m tokens of a window, X values and gates of a token, Y = X / 2
 
 
 class TritonCompressedAttention:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.step_inputs import StepInputs
 
-# T tokens, C channels, W taps: tokens that the convolution spans, including the current one; w = W - 1
+# C channels, W taps: tokens that the convolution spans, including the current one; w = W - 1
 
 MAX_TAPS = 8  # maximum number of taps that the kernels support
 

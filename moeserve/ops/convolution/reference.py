@@ -10,7 +10,7 @@ from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeig
 from moeserve.ops.state_pieces import run_pieces
 from moeserve.step_inputs import StepInputs
 
-# T tokens, R tokens of a chunk, C channels, W tokens of the convolution, w = W - 1
+# C channels, W taps, w = W - 1
 
 
 class TorchShortConvolution:

@@ -13,7 +13,7 @@ from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule, num_place
 from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N heads of the indexer, H size of a key
+# N heads of the indexer
 
 
 class CpuIndexer:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N heads of the indexer, H size of a key, C places for the entries of a token
+# N heads of the indexer, C places for the entries of a token
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule, num_places
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N heads of the indexer, H size of a key, E entries of a context, R some rows of one chunk, K chosen entries
+# N heads of the indexer, E entries of a context, R rows of one chunk, K chosen entries
 
 MAX_PRODUCTS = 2**24  # maximum number of products of queries and keys in memory at a time
 

@@ -8,7 +8,7 @@ from moeserve.ops.indexer.interface import ChosenEntries, IndexerRule, num_place
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.indexer import choose_entries
 
-# T tokens, N heads of the indexer, H size of a key
+# N heads of the indexer
 
 
 class TritonIndexer:

@@ -13,7 +13,7 @@ from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, L latent size, P elements of a latent vector
+# L latent size, P elements of a latent vector
 
 
 class CpuLatentAttention:

@@ -28,8 +28,8 @@ from moeserve.ops.libraries import capability, listed, missing_part
 from moeserve.ops.upload import upload
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
-# T tokens, R rows of some chunks, N query heads, K size of the unrotated part of a head's key, E of the rotated part,
-# Q = K + E, V size of a head's value, L latent size, P = L + E, S chunks, B blocks of all chunks, C positions
+# K size of the unrotated part of a head's key, E of the rotated part, Q = K + E, L latent size, P = L + E, S chunks,
+# B blocks of all chunks, C positions
 
 DTYPES = (torch.float16, torch.bfloat16)
 LATENT_SIZES = (128, 256, 512)  # supported by its kernel for sm_90: flashinfer/mla

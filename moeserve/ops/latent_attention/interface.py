@@ -9,8 +9,7 @@ from torch import Tensor
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, n some heads, C positions, L latent size, P elements of a latent vector, K and E parts of a
-# key, V size of a value
+# n some heads, C positions, L latent size, P elements of a latent vector, K and E parts of a key
 
 
 class LatentShape(NamedTuple):

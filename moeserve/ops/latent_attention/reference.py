@@ -10,9 +10,8 @@ from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.latent_attention.interface import ExpandLatents
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N query heads, R rows of one chunk, C positions of its context, B blocks, L latent size, P elements of a
-# latent vector, Q queries of one chunk: rows times heads; n some heads, K and E parts of a key, H = K + E, V size of a
-# value
+# R rows of one chunk, C positions of its context, B blocks, L latent size, P elements of a latent vector, Q queries of
+# one chunk: rows times heads; n some heads, K and E parts of a key, H = K + E
 
 
 class TorchLatentAttention:

@@ -10,7 +10,7 @@ from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.expanded_attention import expanded_attention
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 
-# T tokens, N query heads, P elements of a latent vector; K, E and V: see `LatentAttentionBackend`
+# P elements of a latent vector; K and E parts of a key
 
 
 class TritonLatentAttention:

@@ -12,7 +12,7 @@ from moeserve.ops.linear_attention.interface import LinearAttentionShape, Linear
 from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N value heads, V values of a head, X = N * V, C channels
+# N value heads, X = N * V, C channels
 
 
 class CpuLinearAttention:

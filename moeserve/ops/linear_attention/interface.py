@@ -26,8 +26,7 @@ from torch import Tensor
 
 from moeserve.step_inputs import StepInputs
 
-# T tokens, N value heads, G key heads, K values of a key, V of a value, X = N * V,
-# C = 2 * G * K + N * V channels: queries, keys, values
+# N value heads, G key heads, K values of a key, X = N * V, C = 2 * G * K + N * V channels: queries, keys, values
 
 L2_EPSILON = 1e-6  # added to the sum of squares of a query or key
 MAX_HEAD = 256  # maximum key and value size that the kernels support

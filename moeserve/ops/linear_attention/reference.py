@@ -11,7 +11,7 @@ from moeserve.ops.linear_attention.interface import L2_EPSILON, LinearAttentionS
 from moeserve.ops.state_pieces import run_pieces
 from moeserve.step_inputs import StepInputs
 
-# T tokens, R tokens of a chunk, N value heads, G key heads, K values of a key, V of a value, X = N * V, C channels
+# N value heads, G key heads, K values of a key, X = N * V, C channels
 
 
 class TorchLinearAttention:

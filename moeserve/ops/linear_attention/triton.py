@@ -8,7 +8,7 @@ from moeserve.ops.linear_attention.interface import LinearAttentionShape, Linear
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.linear_attention import linear_attention
 
-# T tokens, N value heads, V values of a head, X = N * V, C channels
+# N value heads, X = N * V, C channels
 
 
 class TritonLinearAttention:

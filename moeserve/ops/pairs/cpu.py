@@ -11,7 +11,7 @@ from moeserve.memory import new_empty
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.pairs.reference import TorchPairs
 
-# T tokens, D width of a row, K experts per token, P pairs = T * K, R rows, S rows of a source, V values of a joined row
+# S rows of a source, V values of a joined row
 
 
 class CpuPairs:

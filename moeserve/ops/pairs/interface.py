@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# T tokens, D width of a row, K experts per token, P pairs = T * K, R rows, S rows of a source, X width of a part
+# S rows of a source, X width of a part
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moeserve.ops.pairs.interface import Keys
 
-# T tokens, D width of a row, K experts per token, P pairs = T * K, R rows, S rows of a source
+# S rows of a source
 
 
 class TorchPairs:

@@ -9,7 +9,7 @@ from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.pairs.reference import TorchPairs
 from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weigh_rows, weighted_sum
 
-# T tokens, D width of a row, K experts per token, P pairs = T * K, R rows, S rows of a source
+# S rows of a source
 
 
 class TritonPairs:

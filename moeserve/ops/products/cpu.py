@@ -13,8 +13,7 @@ from moeserve.ops.native import NATIVE_DTYPES, is_measured
 from moeserve.ops.products.interface import Gather, OpenWeights, PackedFormat, PackedWeights, RowGroups
 from moeserve.ops.rows.activations import kernel_arguments
 
-# T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
-# the outputs, or half as many after a gated activation
+# C columns: the outputs, or half as many after a gated activation
 
 MIN_LARGE_PAGES_BYTES = 2**22
 

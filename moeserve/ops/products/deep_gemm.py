@@ -33,8 +33,7 @@ from moeserve.ops.rows.activations import kernel_arguments
 from moeserve.ops.rows.interface import Rows
 from moeserve.ops.rows.triton import quantize_rows
 
-# T tokens, R rows, Q padded rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns,
-# B blocks of inputs
+# Q padded rows, C columns, B blocks of inputs
 
 logger = logging.getLogger(__name__)
 

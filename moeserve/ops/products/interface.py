@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moeserve.ops.rows.activations import Activation, num_parts_of
 
-# T tokens, R rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns: the outputs, or half
-# as many after a gated activation (gates first, then ups)
+# C columns: the outputs, or half as many after a gated activation (gates first, then ups)
 
 
 class RowGroups(NamedTuple):

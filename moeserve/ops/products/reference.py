@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from moeserve.ops.products.interface import Gather, OpenWeights, RowGroups
 
-# T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
-# the outputs, or half as many after a gated activation
+# C columns: the outputs, or half as many after a gated activation
 
 
 class TorchProduct:

@@ -14,7 +14,7 @@ from moeserve.triton_kernels.activation import activate
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
 from moeserve.triton_kernels.grouped_matmul import check_weights, grouped_matmul, grouped_matmul_slots
 
-# T tokens, R rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns
+# C columns: the outputs, or half as many after a gated activation
 
 
 def activated(activation: Activation | None, output_TO: Tensor) -> Tensor:

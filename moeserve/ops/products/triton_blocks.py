@@ -17,7 +17,7 @@ from moeserve.ops.rows.triton import quantize_rows
 from moeserve.triton_kernels.grouped_matmul import NUM_ARRIVALS, grouped_matmul, grouped_matmul_slots
 from moeserve.triton_kernels.tuning import FP8_BLOCK
 
-# T tokens, R rows, S slots of each weight, e weights side by side, I inputs, C columns, F scales of a row of results
+# C columns, F scales of a row of results
 
 
 class TritonBlockProduct:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.ops.routing.interface import ChooseCopies, RouterConfig
 
-# T tokens, D model width, E experts, K experts per token, W copies of an expert at most
+# W copies of an expert at most
 
 
 class CpuRouter:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-# T tokens, D model width, E experts, K experts per token, W copies of an expert at most
+# W copies of an expert at most
 
 
 @dataclass(frozen=True, kw_only=True)

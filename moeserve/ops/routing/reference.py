@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from moeserve.ops.routing.interface import RouterConfig
 
-# T tokens, D model width, E experts, K experts per token, G groups of experts, e experts of a group, W copies
-# of an expert at most
+# G groups of experts, e experts of a group, W copies of an expert at most
 
 TINY = 1e-20  # avoids a division by zero where all weights are zero
 

@@ -13,8 +13,6 @@ from moeserve.ops.routing.reference import TorchRouter
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
 from moeserve.triton_kernels.routing import MAX_WEIGHED_TOKENS, can_weigh, route
 
-# T tokens, D model width, E experts, K experts per token
-
 
 class TritonRouter:
     """A `RouteTokens` in Triton. One kernel computes everything for few tokens, or everything except logits for many.

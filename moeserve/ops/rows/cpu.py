@@ -10,8 +10,6 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.ops.rows.interface import Rotation, RowOperations
 
-# T tokens, D width of a row, N heads, H head size
-
 
 class CpuRows:
     """The C++ kernels that process each row independently. `RowOperations` describes the operations."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# T tokens, D width of a row, N heads, H head size, F rotated pairs, I numbers of a row, B scales of a row
+# F rotated pairs, I numbers of a row, B scales of a row
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from moeserve.ops.rows.interface import Rotation, RowOperations
 
-# T tokens (any number of leading dimensions), D width of a row, N heads, H head size, F rotated pairs
+# T any number of leading dimensions, F rotated pairs
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

@@ -12,8 +12,6 @@ from moeserve.triton_kernels import rms_norm as norms
 from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.rotary import rotary
 
-# T tokens, D model width, N heads, H head size
-
 
 def apply_rope(heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None) -> Tensor:
     return rotary(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.ops.sampling.reference import Array, choose_with
 
-# R rows, V vocabulary, W fields of SAMPLING_SETTINGS
+# W fields of SAMPLING_SETTINGS
 
 
 class CpuSampling:

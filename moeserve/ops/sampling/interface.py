@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# R rows, V vocabulary, W fields of SAMPLING_SETTINGS
+# W fields of SAMPLING_SETTINGS
 
 
 class ChooseTokens(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.step_inputs import SAMPLING_SETTINGS
 
-# R rows of scores, V vocabulary, W fields of SAMPLING_SETTINGS
+# W fields of SAMPLING_SETTINGS
 
 Array = npt.NDArray[Any]
 # Draw a token from each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].

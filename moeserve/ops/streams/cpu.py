@@ -10,7 +10,7 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 
-# T tokens, D model width, X width of all streams, C coefficients
+# X width of all streams, C coefficients
 
 
 class CpuStreams:

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-# T tokens, D model width, S streams, X = S * D, C coefficients: S for the input, then S for the output and S * S of
-# the matrix
+# S streams, X = S * D, C coefficients: S for the input, then S for the output and S * S of the matrix
 
 
 @dataclass(frozen=True, kw_only=True)

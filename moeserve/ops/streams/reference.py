@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 
-# T tokens, D model width, S streams, X = S * D, C coefficients
+# S streams, X = S * D, C coefficients
 
 
 class TorchStreams:

@@ -7,7 +7,7 @@ from torch import Tensor
 from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 from moeserve.triton_kernels.hyper_connections import collapse_streams, expand_streams
 
-# T tokens, D model width, X width of all streams, C coefficients
+# X width of all streams, C coefficients
 
 
 class TritonStreams:
