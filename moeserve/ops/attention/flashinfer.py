@@ -93,8 +93,8 @@ def open_flashinfer(device: torch.device) -> ModuleType:
     Raises:
         LibraryUnusable: FlashInfer is not installed, has the wrong version, or does not support this GPU.
     """
-    for name in ("flashinfer.decode", "flashinfer"):
-        flashinfer = import_library(name, "flashinfer-python")
+    flashinfer = import_library("flashinfer", "flashinfer-python")
+    import_library("flashinfer.decode", "flashinfer-python")
     if missing := missing_part(flashinfer, NEEDS):
         version = getattr(flashinfer, "__version__", "of no version")
         raise LibraryUnusable(f"this flashinfer ({version}) has no {missing}; install a newer one")

@@ -11,8 +11,8 @@ from moeserve.ops.compressed_attention.interface import CompressedCache, Compres
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.step_inputs import StepInputs
 
-# I size of an indexer's key, m tokens of a window, s series of values, C entries, L maximum number of vectors that a row
-# attends to, Y = s * H
+# I size of an indexer's key, m tokens of a window, s series of values, C entries, L maximum number of vectors that a
+# row attends to, Y = s * H
 
 MAX_GATHERED = 2**24  # maximum number of elements of vectors, or of scores, in memory at a time
 
