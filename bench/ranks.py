@@ -33,7 +33,7 @@ from moeserve.layers.moe.dispatch.shared_rows import share_rows
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.machine import usable_cores
-from moeserve.models.decoder import Decoder
+from moeserve.models.rank_model import RankModel
 from moeserve.models.registry import read_facts
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.rows.interface import plain_rows
@@ -355,7 +355,7 @@ def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num
     return StepPlan(step=step, slots=[0], starts=[0], lengths=[num_tokens], registrations=[registration])
 
 
-def _skew_routers(model: Decoder, hottest: float) -> None:
+def _skew_routers(model: RankModel, hottest: float) -> None:
     """Make router rows longer with the index of the expert: experts with longer rows are chosen more often."""
     for layer in model.moe_layers.values():
         scale = torch.logspace(0, 1, len(layer.router.weight), base=hottest)
