@@ -98,9 +98,11 @@ Scoring scoring_of_name(const std::string& name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "softmax_of_chosen") return Scoring::kSoftmaxOfChosen;
+  if (name == "sigmoid_of_chosen") return Scoring::kSigmoidOfChosen;
   if (name == "sqrt_softplus") return Scoring::kSqrtSoftplus;
   if (name == "sparse_mixer") return Scoring::kSparseMixer;
-  refuse("scoring='" + name + "' is none of softmax, sigmoid, softmax_of_chosen, sqrt_softplus, sparse_mixer");
+  refuse("scoring='" + name +
+         "' is none of softmax, sigmoid, softmax_of_chosen, sigmoid_of_chosen, sqrt_softplus, sparse_mixer");
 }
 
 const float* read_per_expert(const char* name, const std::optional<Tensor>& tensor, int64_t num_experts) {
@@ -383,7 +385,7 @@ void add(const Tensor& a, const Tensor& b, const Tensor& out, const std::optiona
   run_kernel([step] { add_elements(step); });
 }
 
-void gate(const Tensor& gates, const Tensor& rows, const Tensor& out) {
+void gate(const Tensor& gates, const Tensor& rows, const Tensor& out, bool is_softplus) {
   check_dims("rows", rows, 2);
   check_float_type("rows", rows);
   check_contiguous("rows", rows);
@@ -394,8 +396,8 @@ void gate(const Tensor& gates, const Tensor& rows, const Tensor& out) {
   check_shape("gates", gates, {rows.size(0), has_gate_for_each ? rows.size(1) : 1});
   check_array("out", out, {rows.size(0), rows.size(1)}, rows.type, "rows'");
 
-  const Gating step{rows.type,    gates.data,   rows.data,        out.data,
-                    rows.size(0), rows.size(1), gates.strides[0], has_gate_for_each};
+  const Gating step{rows.type,    gates.data,       rows.data,         out.data,   rows.size(0),
+                    rows.size(1), gates.strides[0], has_gate_for_each, is_softplus};
   run_kernel([step] { gate_rows(step); });
 }
 
@@ -430,8 +432,8 @@ void bind_layers(nb::module_& module) {
   module.def("weighted_sum", &sum_rows, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
              "Write the weighted sum of the rows of each token, added in the order of k.");
   module.def("add", &add, "a"_a, "b"_a, "out"_a, "factor"_a.none() = nb::none(), "Write a + b, or (a + b) * factor.");
-  module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a,
-             "Write sigmoid(gate) * row. There is a gate for each row or for each element.");
+  module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a, "is_softplus"_a = false,
+             "Write sigmoid(gate) * row, or softplus(gate) * row. There is a gate for each row or for each element.");
   module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,
              "Write the largest number of each row and its first index.");
   module.def("draw_tokens", &draw, "scores"_a, "temperatures"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a,

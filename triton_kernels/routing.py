@@ -19,7 +19,7 @@ from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens, D model width, E experts, K experts per token, G groups of experts, S experts of one group
 
-SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen", "sqrt_softplus")
+SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sqrt_softplus")
 MAX_EXPERTS = 4096  # they fit the registers of one program
 MAX_WEIGHED_TOKENS = 64  # with weights, which each token reads from the L2 cache
 MAX_WEIGHED_PRODUCTS = 2**23
@@ -66,7 +66,7 @@ def route(
         bias_E: float32, contiguous; only with weights.
         arrivals_T: [MAX_WEIGHED_TOKENS] int32, zeros before and after; only with weights.
         correction_E: float32, contiguous, added to the scores for the selection, not for the weights.
-        scoring: "softmax", "sigmoid", "softmax_of_chosen" or "sqrt_softplus".
+        scoring: one of SCORINGS.
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
@@ -183,6 +183,12 @@ def _index_of(ranks):
 
 
 @triton.jit
+def _sigmoid(numbers):
+    power = tl.exp(-tl.abs(numbers))  # at most 1, so it cannot overflow
+    return tl.where(numbers > 0.0, 1.0, power) / (1.0 + power)
+
+
+@triton.jit
 def route_kernel(
     rows_ptr,  # logits [T, E], or with weights hidden states [T, D]; row_stride elements apart
     weight_ptr,  # [E, D], or None
@@ -242,8 +248,7 @@ def route_kernel(
         powers = tl.where(is_expert, tl.exp(scores - tl.max(scores)), 0.0)
         scores = powers / tl.sum(powers)
     elif SCORING == "sigmoid":
-        power = tl.exp(-tl.abs(scores))  # at most 1, so it cannot overflow
-        scores = tl.where(scores > 0.0, 1.0, power) / (1.0 + power)
+        scores = _sigmoid(scores)
     elif SCORING == "sqrt_softplus":
         power = tl.exp(-tl.abs(scores))
         excess = tl.where(power < 2.0**-12, power, tl.log(1.0 + power))  # small powers would vanish beside 1
@@ -284,6 +289,8 @@ def route_kernel(
         largest = tl.max(tl.where(is_place, weights, float("-inf")))
         powers = tl.where(is_place, tl.exp(weights - largest), 0.0)
         weights = powers / tl.sum(powers)
+    elif SCORING == "sigmoid_of_chosen":
+        weights = tl.where(is_place, _sigmoid(weights), 0.0)
     if IS_NORMALIZED:
         weights = weights / (tl.sum(weights) + TINY)
     tl.store(experts_ptr + token * TOP_K + places, selected.to(tl.int64), mask=is_place)

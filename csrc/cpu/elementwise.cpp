@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "isa.h"
+#include "partial_lanes.h"
 #include "rows.h"
 
 namespace moeserve {
@@ -41,10 +42,17 @@ MOESERVE_INLINE void scale_part(const Element* row, Float<W> factor, Element* ou
   store_part<W, kIsWhole>(out, round_to<W>(out, Pair<W>{part.first * factor, part.second * factor}), count);
 }
 
+template <int W>
+MOESERVE_INLINE Float<W> factor_of(Float<W> gate, bool is_softplus) {
+  return is_softplus ? softplus<W>(gate) : sigmoid<W>(gate);
+}
+
 template <int W, bool kIsWhole, typename Element>
-MOESERVE_INLINE void gate_part(const Element* gates, const Element* row, Element* out, int64_t count) {
+MOESERVE_INLINE void gate_part(const Element* gates, const Element* row, Element* out, int64_t count,
+                               bool is_softplus) {
   const Pair<W> gate = load_part<W, kIsWhole>(gates, count), part = load_part<W, kIsWhole>(row, count);
-  const Pair<W> factors = round_to<W>(gates, Pair<W>{sigmoid<W>(gate.first), sigmoid<W>(gate.second)});
+  const Pair<W> factors =
+      round_to<W>(gates, Pair<W>{factor_of<W>(gate.first, is_softplus), factor_of<W>(gate.second, is_softplus)});
   const Pair<W> gated{part.first * factors.first, part.second * factors.second};
   store_part<W, kIsWhole>(out, round_to<W>(out, gated), count);
 }
@@ -57,11 +65,12 @@ MOESERVE_INLINE void gate_range(const Gating& gating, int64_t first, int64_t las
     Element* out = static_cast<Element*>(gating.out) + t * gating.width;
     int64_t d = 0;
     if (gating.has_gate_for_each) {
-      for (; d + 2 * W <= gating.width; d += 2 * W) gate_part<W, true>(gates + d, row + d, out + d, 2 * W);
-      if (d < gating.width) gate_part<W, false>(gates + d, row + d, out + d, gating.width - d);
+      for (; d + 2 * W <= gating.width; d += 2 * W)
+        gate_part<W, true>(gates + d, row + d, out + d, 2 * W, gating.is_softplus);
+      if (d < gating.width) gate_part<W, false>(gates + d, row + d, out + d, gating.width - d, gating.is_softplus);
       continue;
     }
-    const Float<W> factor = round_to<W>(gates, sigmoid<W>(broadcast<W>(widen(gates[0]))));
+    const Float<W> factor = round_to<W>(gates, factor_of<W>(broadcast<W>(widen(gates[0])), gating.is_softplus));
     for (; d + 2 * W <= gating.width; d += 2 * W) scale_part<W, true>(row + d, factor, out + d, 2 * W);
     if (d < gating.width) scale_part<W, false>(row + d, factor, out + d, gating.width - d);
   }

@@ -1,4 +1,5 @@
-// Addition of two tensors, with or without a factor, and gating: rows times the sigmoid of a gate per row or element.
+// Addition of two tensors, with or without a factor, and gating: rows times the sigmoid or softplus of a gate per row
+// or element.
 
 #pragma once
 
@@ -24,14 +25,15 @@ struct Gating {
   ElementType type;   // type of all tensors: float32 or bfloat16
   const void* gates;  // [T, 1] or [T, D]
   const void* rows;   // [T, D]
-  void* out;          // [T, D]: sigmoid(gate) * row; may be `rows`
+  void* out;          // [T, D]: f(gate) * row; may be `rows`
   int64_t num_rows;
   int64_t width;
   int64_t gate_stride;  // from row to row
   bool has_gate_for_each;
+  bool is_softplus;  // f; false: the sigmoid
 };
 
-// The sigmoid is rounded to the element type, and so is the product. The bytes of a row depend only on the row and its
+// f(gate) is rounded to the element type, and so is the product. The bytes of a row depend only on the row and its
 // gate.
 void gate_rows(const Gating& gating);
 

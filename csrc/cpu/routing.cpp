@@ -343,6 +343,7 @@ MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64
   float* weights = routing.weights + token * top_k;
   for (int64_t k = 0; k < top_k; ++k) weights[k] = scores[experts[k]];
   if (routing.scoring == Scoring::kSoftmaxOfChosen) softmax<W>(weights, top_k, buffers.powers);
+  if (routing.scoring == Scoring::kSigmoidOfChosen) sigmoid<W>(weights, top_k, buffers.powers);
   if (routing.scoring == Scoring::kSparseMixer) softmaxes_in_turn(routing, scores, experts, weights);
   if (routing.is_normalized) {
     constexpr float kTiny = 1e-20f;  // avoids a division by zero

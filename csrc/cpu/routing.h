@@ -8,7 +8,7 @@
 
 namespace moeserve {
 
-enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSqrtSoftplus, kSparseMixer };
+enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSigmoidOfChosen, kSqrtSoftplus, kSparseMixer };
 
 // T tokens, D model width, E experts, K experts per token. RouterConfig in moeserve/ops/routing/interface.py documents
 // the rules.

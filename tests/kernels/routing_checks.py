@@ -16,7 +16,7 @@ from moeserve.ops.routing.reference import TorchRouter
 # T tokens, D model width, E experts, K experts per token, G groups
 
 MakeRouter = Callable[[RouterConfig], RouteTokens]
-SCORINGS: tuple[Any, ...] = ("softmax", "sigmoid", "softmax_of_chosen")
+SCORINGS: tuple[Any, ...] = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 
 
 def random_config(draw: random.Random) -> RouterConfig:

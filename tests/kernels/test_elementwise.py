@@ -33,7 +33,7 @@ WIDTHS = [1, 3, 15, 16, 31, 33, 64, 80, 128, 1037]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 7), (1, 1), (1, 31), (7, 1029), (150, 1024)])
 def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Sums have the bytes of torch. Gated rows are within the rounding of the sigmoid and of the product."""
+    """Sums have the bytes of torch. Gated rows are within the rounding of the gate's function and of the product."""
     torch.manual_seed(0)
     a, b = torch.randn(shape).to(dtype), (torch.randn(shape) * 100).to(dtype)
     gates = (torch.randn(shape[0], 1) * 20).to(dtype)
@@ -42,11 +42,13 @@ def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None
     assert same_bytes(rows_ops.make(NATIVE).add(a, b), a + b)
     factor = torch.tensor([0.7])
     assert same_bytes(rows_ops.make(NATIVE).add_scaled(a, b, factor), rows_ops.make(REFERENCE).add_scaled(a, b, factor))
-    gated = rows_ops.make(NATIVE).gate_rows(gates, a)
-    assert same_bytes(a, before[0])
-    assert same_bytes(b, before[1])
-    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(gated.double(), gates.double().sigmoid() * a.double(), rtol=tolerance, atol=1e-37)
+    for is_softplus, function in ((False, torch.sigmoid), (True, torch.nn.functional.softplus)):
+        gated = rows_ops.make(NATIVE).gate_rows(gates, a, is_softplus=is_softplus)
+        assert same_bytes(a, before[0])
+        assert same_bytes(b, before[1])
+        tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+        expected = function(gates.double()) * a.double()
+        torch.testing.assert_close(gated.double(), expected, rtol=tolerance, atol=1e-37)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

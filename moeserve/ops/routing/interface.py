@@ -21,10 +21,12 @@ class RouterConfig:
 
     num_experts: int
     top_k: int
-    # Scores are the softmax over all experts, the sigmoid of each logit, the softmax over the chosen experts only, the
-    # square root of the softplus of each logit, or for each chosen expert the softmax over itself and those experts
-    # near it that were not chosen before it.
-    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen", "sqrt_softplus", "sparse_mixer"] = "softmax"
+    # Scores are the softmax over all experts, the sigmoid of each logit, the square root of the softplus of each logit,
+    # or the logits. In the last case, weights are computed from the chosen experts' logits: the softmax, the sigmoids,
+    # or for each expert the softmax over itself and those experts near it that were not chosen before it.
+    scoring: Literal[
+        "softmax", "sigmoid", "sqrt_softplus", "softmax_of_chosen", "sigmoid_of_chosen", "sparse_mixer"
+    ] = "softmax"
     # For "sparse_mixer" (arXiv 2409.12136): an expert is near a better one if the difference of their logits is at most
     # this fraction of the larger of the better logit and the absolute value of its own.
     tolerance: float = 0.0

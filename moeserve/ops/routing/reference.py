@@ -46,6 +46,8 @@ class TorchRouter:
         weights_TK = scores_TE.gather(-1, experts_TK)
         if config.scoring == "softmax_of_chosen":
             weights_TK = weights_TK.softmax(dim=-1)
+        if config.scoring == "sigmoid_of_chosen":
+            weights_TK = weights_TK.sigmoid()
         if config.scoring == "sparse_mixer":
             weights_TK = self._softmaxes_in_turn(scores_TE, experts_TK)
         if config.is_normalized:

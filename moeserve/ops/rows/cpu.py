@@ -27,9 +27,9 @@ class CpuRows:
         self._native.add(a_TD, b_TD, out_TD, factor_1)
         return out_TD
 
-    def gate_rows(self, gates: Tensor, rows_TD: Tensor) -> Tensor:
+    def gate_rows(self, gates: Tensor, rows_TD: Tensor, *, is_softplus: bool = False) -> Tensor:
         out_TD = new_empty(rows_TD, *rows_TD.shape)
-        self._native.gate_rows(gates, rows_TD, out_TD)
+        self._native.gate_rows(gates, rows_TD, out_TD, is_softplus)
         return out_TD
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

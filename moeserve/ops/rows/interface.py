@@ -65,12 +65,18 @@ def plain_rows(rows: Rows) -> Tensor:
     return (rows.codes.float() * scales).to(rows.dtype)
 
 
+class GateRows(Protocol):
+    """Return sigmoid(gate) * row, or softplus(gate) * row. `gates` is [T, 1] or [T, D]."""
+
+    def __call__(self, gates: Tensor, rows_TD: Tensor, /, *, is_softplus: bool = False) -> Tensor: ...
+
+
 class RowOperations(NamedTuple):
     """The operations on rows."""
 
     add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
     add_scaled: Callable[[Tensor, Tensor, Tensor], Tensor]  # (a_TD, b_TD, factor [1] float32) -> (a + b) * factor
-    gate_rows: Callable[[Tensor, Tensor], Tensor]  # (gates_T1 or gates_TD, rows_TD) -> sigmoid(gate) * row
+    gate_rows: GateRows
     # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. The second one writes to x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_in_place: Callable[[Tensor, Tensor, float], None]

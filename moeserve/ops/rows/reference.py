@@ -60,9 +60,9 @@ def add_scaled(a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
     return ((a_TD + b_TD).float() * factor_1).to(a_TD.dtype)
 
 
-def gate_rows(gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
-    """Return sigmoid(gate) * row. On a CPU the last bit of a sigmoid may depend on the number of rows."""
-    return gates_T1.sigmoid() * rows_TD
+def gate_rows(gates: Tensor, rows_TD: Tensor, *, is_softplus: bool = False) -> Tensor:
+    """On a CPU the last bit of a sigmoid may depend on the number of rows."""
+    return (functional.softplus(gates) if is_softplus else gates.sigmoid()) * rows_TD
 
 
 OPERATIONS = RowOperations(
