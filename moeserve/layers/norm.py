@@ -86,3 +86,20 @@ class LayerNorm(nn.Module):
         """Yield the rows of its weight and its bias."""
         yield at("weight"), whole(self.weight, offset=at.norm_offset)
         yield at("bias"), whole(self.bias)
+
+
+class NoNorm(nn.Module):
+    """Leaves rows as they are."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self._add = rows.make(context.backend).add
+
+    def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden + update (hidden alone if update is None), twice."""
+        sum_TD = hidden_TD if update_TD is None else self._add(hidden_TD, update_TD)
+        return sum_TD, sum_TD
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield nothing: there are no weights."""
+        yield from ()

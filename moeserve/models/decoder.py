@@ -59,6 +59,7 @@ class DecoderBlock(nn.Module):
             build,
             self.network.input_form,
             block.network.entry_norm(build),
+            has_norm=block.has_norm,
             is_normed=block.is_normed,
             is_scaled=block.is_scaled,
         )

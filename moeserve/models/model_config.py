@@ -25,9 +25,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Block:
-    """A network, and what happens on the residual stream behind it."""
+    """A network, and its place on the residual stream."""
 
     network: NetworkConfig
+    has_norm: bool = True  # the network reads the stream normalised; False: as it is
     is_normed: bool = False  # the network's output is normalised before it is added
     ignores_norm: bool = False  # checkpoints may store a norm of the output, which is not used
     is_scaled: bool = False  # the stream is multiplied by a learned number behind the network

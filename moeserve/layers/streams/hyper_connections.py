@@ -41,9 +41,17 @@ class HyperStreams(StreamsConfig):
         return Needs(without_gpu_order="hyper-connections")
 
     def place(
-        self, build: Build, form: RowsForm, entry_norm: nn.Module | None, *, is_normed: bool, is_scaled: bool
+        self,
+        build: Build,
+        form: RowsForm,
+        entry_norm: nn.Module | None,
+        *,
+        has_norm: bool,
+        is_normed: bool,
+        is_scaled: bool,
     ) -> HyperConnection:
         assert entry_norm is None
+        assert has_norm
         assert not is_normed
         assert not is_scaled
         return HyperConnection(self, build, form)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
-from moeserve.layers.norm import LayerNorm, RMSNorm, RowsForm
+from moeserve.layers.norm import LayerNorm, NoNorm, RMSNorm, RowsForm
 from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 
@@ -60,13 +60,21 @@ class StreamConfig(Protocol):
         ...
 
     def place(
-        self, build: Build, form: RowsForm, entry_norm: nn.Module | None, *, is_normed: bool, is_scaled: bool
+        self,
+        build: Build,
+        form: RowsForm,
+        entry_norm: nn.Module | None,
+        *,
+        has_norm: bool,
+        is_normed: bool,
+        is_scaled: bool,
     ) -> Place:
         """Return the place of a network.
 
         Args:
             form: the form of rows that the network reads.
             entry_norm: the network's own norm before it.
+            has_norm: False: the network reads the stream as it is, in plain rows.
             is_normed: the network's output is normalised.
             is_scaled: the stream is multiplied by a learned number behind the network.
         """
@@ -93,9 +101,16 @@ class PlainStream:
         return Needs(without_gpu_kernels="LayerNorm" if self.has_layer_norms else None)
 
     def place(
-        self, build: Build, form: RowsForm, entry_norm: nn.Module | None, *, is_normed: bool, is_scaled: bool
+        self,
+        build: Build,
+        form: RowsForm,
+        entry_norm: nn.Module | None,
+        *,
+        has_norm: bool,
+        is_normed: bool,
+        is_scaled: bool,
     ) -> Residual:
-        norm = self._norm(build, form) if entry_norm is None else entry_norm
+        norm = entry_norm or (self._norm(build, form) if has_norm else NoNorm(build.context))
         output_norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context) if is_normed else None
         return (ScaledResidual if is_scaled else Residual)(norm, output_norm, build)
 

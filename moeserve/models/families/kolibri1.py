@@ -1,0 +1,57 @@
+"""Kolibri 1: norms before and behind networks, windows with positions, and sigmoids of the chosen experts' logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.rotary import NO_ROTARY
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    read_attention,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+    read_windows,
+)
+from moeserve.models.model_config import Block, Layer, ModelConfig
+from moeserve.ops.routing.interface import RouterConfig
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    moe = MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring="sigmoid_of_chosen",
+            is_normalized=config.flag("norm_topk_prob", default=False),
+            has_correction=True,
+        ),
+        expert_width=read_width(config, "moe_intermediate_size"),
+        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size")),
+    )
+    has_window = [(index + 1) % 5 != 0 for index in range(read_num_layers(config))]
+    config.integer("sliding_window")  # without one, transformers would rotate all layers
+    layers = []
+    for window in read_windows(config, has_window):
+        settings: dict[str, Any] = {"rotary": NO_ROTARY} if window is None else {}
+        attention = read_attention(config, normalized="head", window=window, **settings)
+        layers.append(Layer((Block(attention, is_normed=True), Block(moe, is_normed=True))))
+    return read_model(config, layers)
+
+
+KOLIBRI1 = Family(
+    name="Kolibri 1",
+    architecture="Kolibri1ForCausalLM",
+    model_type="kolibri1",
+    read=read,
+    names=(
+        (r"\.moe\.router\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+        (r"\.post_(?:attn_norm|self_attn_layernorm)\.", ".self_attn_output_norm."),
+        (r"\.post_(?:ffn_norm|mlp_layernorm)\.", ".mlp_output_norm."),
+    ),
+)
