@@ -161,6 +161,15 @@ def step(*parts: dict[str, Any], seed: int, **settings: Any) -> Shape:
     )
 
 
+def laguna(*parts: dict[str, Any], **settings: Any) -> Shape:
+    """Return a shape of Laguna, whose layers with windows rotate whole heads."""
+    rotary = {
+        FULL: dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5),
+        SLIDING: dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0),
+    }
+    return shape("Laguna", *parts, rope_parameters=rotary, **settings)
+
+
 def ernie_experts(num: int, top_k: int, *, shared: int, width: int) -> dict[str, Any]:
     return dict(moe_num_experts=num, moe_k=top_k, moe_num_shared_experts=shared, moe_intermediate_size=width)
 
@@ -668,6 +677,29 @@ SHAPES = {
         sliding_window=5,
         shared_expert_intermediate_size=11,
         norm_topk_prob=True,
+        rms_norm_eps=0.01,
+        tie_word_embeddings=True,
+        seed=2,
+    ),
+    "laguna": laguna(
+        sizes(hidden=40, layers=4),
+        heads(6, 2, 12),
+        experts(9, 4, 17),
+        num_attention_heads_per_layer=[6, 4, 4, 6],
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        sliding_window=9,
+        shared_expert_intermediate_size=23,
+        moe_routed_scaling_factor=2.5,
+        seed=1,
+    ),
+    # gates of values, without windows
+    "laguna-odd": laguna(
+        sizes(hidden=33, vocab=127),
+        heads(3, 1, 12),
+        experts(7, 2, 14),
+        gating="per-element",
+        mlp_layer_types=["sparse", "sparse"],
+        shared_expert_intermediate_size=11,
         rms_norm_eps=0.01,
         tie_word_embeddings=True,
         seed=2,
@@ -1615,6 +1647,8 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["moe_num_experts"] = values.pop("n_routed_experts")
         values["moe_top_k"] = values.pop("num_experts_per_tok")
         return {key: value for key, value in values.items() if key != "per_layer_config"}
+    if family == "Laguna":
+        return values | dict(rope_parameters=scaling, torch_dtype=values.pop("dtype", "float32"))
     if family == "MiMoV2Flash":
         values["hybrid_layer_pattern"] = [int(name == SLIDING) for name in values.pop("layer_types")]
         values["moe_layer_freq"] = [int(name == "sparse") for name in values.pop("mlp_layer_types")]

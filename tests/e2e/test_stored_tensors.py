@@ -263,6 +263,7 @@ OWN_FORMS = [
     "kimi-k25",
     "kimi-linear",
     "kolibri1",
+    "laguna",
     "lfm2-moe",
     "ling3",
     "llama4",

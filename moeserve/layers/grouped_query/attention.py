@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class AttentionConfig(NetworkConfig):
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Step-3.7)
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
     has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
+    has_softplus_gates: bool = False  # softpluses instead of the sigmoids of both (Laguna)
     gate_name: str | None = None  # of its tensor; None: that of the queries, by head the query's rows, then the gate's
 
     @property
@@ -141,7 +143,8 @@ class Attention(OverTP):
         self.head_gates: Linear | None = None
         if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
-        self._gate_rows = rows.make(context.backend).gate_rows
+        gate_rows = rows.make(context.backend).gate_rows
+        self._gate_rows = functools.partial(gate_rows, is_softplus=config.has_softplus_gates)
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
         self.output = Linear(
             output_size,
