@@ -31,71 +31,22 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 # A GB of memory is 1e9 bytes; a driver reports slightly more. The network depends on the server: one 400 Gb/s adapter
 # per accelerator is assumed, as in DeepEP's measurements (https://github.com/deepseek-ai/DeepEP:
 # H800) and in servers of B200 (https://inferencex.semianalysis.com, "GB200 NVL72 vs B200").
-TABLE = {
-    hardware.name: hardware
-    for hardware in (
-        # https://glennklockwood.com/garden/processors/A100, after NVIDIA's data sheet. No fp8; half the network.
-        Hardware(
-            name="a100",
-            memory=80e9,
-            memory_bandwidth=2.039e12,
-            bf16_rate=312e12,
-            fp8_rate=312e12,
-            node_bandwidth=300e9,
-            network_bandwidth=25e9,
-        ),
-        # SXM. https://lzwjava.github.io/nvidia-h200-gpu-specs-en has NVIDIA's tables of H100 and H200.
-        Hardware(
-            name="h100",
-            memory=80e9,
-            memory_bandwidth=3.35e12,
-            bf16_rate=989e12,
-            fp8_rate=1979e12,
-            node_bandwidth=450e9,
-            network_bandwidth=50e9,
-        ),
-        # H100 with fewer links: 400 GB/s in both directions. https://www.philisun.com, "NVIDIA H800 vs H100".
-        Hardware(
-            name="h800",
-            memory=80e9,
-            memory_bandwidth=3.35e12,
-            bf16_rate=989e12,
-            fp8_rate=1979e12,
-            node_bandwidth=200e9,
-            network_bandwidth=50e9,
-        ),
-        # H100 with more memory: the page above, and MLCommons' H200-SXM-141GBx8 (inference_results_v4.1).
-        Hardware(
-            name="h200",
-            memory=141e9,
-            memory_bandwidth=4.8e12,
-            bf16_rate=989e12,
-            fp8_rate=1979e12,
-            node_bandwidth=450e9,
-            network_bandwidth=50e9,
-        ),
-        # HGX, 1000 W. https://glennklockwood.com/garden/processors/B200; 1440 GB of 8 by NVIDIA's page of DGX B200.
-        Hardware(
-            name="b200",
-            memory=180e9,
-            memory_bandwidth=8e12,
-            bf16_rate=2250e12,
-            fp8_rate=4500e12,
-            node_bandwidth=900e9,
-            network_bandwidth=50e9,
-        ),
-        # 1200 W: the page above. Up to 72 in a node of NVLink. Memory: MLCommons' GB200-NVL72_GB200-186GB.
-        Hardware(
-            name="gb200",
-            memory=186e9,
-            memory_bandwidth=8e12,
-            bf16_rate=2500e12,
-            fp8_rate=5000e12,
-            node_bandwidth=900e9,
-            network_bandwidth=50e9,
-        ),
-    )
-}
+# Columns: name, memory, its bandwidth, rates in bfloat16 and fp8, bandwidth in the node and of the network.
+_ROWS = (
+    # https://glennklockwood.com/garden/processors/A100, after NVIDIA's data sheet. No fp8; half the network.
+    ("a100", 80e9, 2.039e12, 312e12, 312e12, 300e9, 25e9),
+    # SXM. https://lzwjava.github.io/nvidia-h200-gpu-specs-en has NVIDIA's tables of H100 and H200.
+    ("h100", 80e9, 3.35e12, 989e12, 1979e12, 450e9, 50e9),
+    # H100 with fewer links: 400 GB/s in both directions. https://www.philisun.com, "NVIDIA H800 vs H100".
+    ("h800", 80e9, 3.35e12, 989e12, 1979e12, 200e9, 50e9),
+    # H100 with more memory: the page above, and MLCommons' H200-SXM-141GBx8 (inference_results_v4.1).
+    ("h200", 141e9, 4.8e12, 989e12, 1979e12, 450e9, 50e9),
+    # HGX, 1000 W. https://glennklockwood.com/garden/processors/B200; 1440 GB of 8 by NVIDIA's page of DGX B200.
+    ("b200", 180e9, 8e12, 2250e12, 4500e12, 900e9, 50e9),
+    # 1200 W: the page above. Up to 72 in a node of NVLink. Memory: MLCommons' GB200-NVL72_GB200-186GB.
+    ("gb200", 186e9, 8e12, 2500e12, 5000e12, 900e9, 50e9),
+)
+TABLE = {row[0]: msgspec.convert(dict(zip(Hardware.__struct_fields__, row, strict=True)), Hardware) for row in _ROWS}
 
 
 def read_hardware(name: str) -> Hardware:
