@@ -68,7 +68,7 @@ def measure(model: Path, tp: int, dp: int, new_tokens: int, num_rounds: int) -> 
                     **settings,
                 )
             )
-            workload = Workload(1, PROMPT_TOKENS, new_tokens, llm.config.vocab_size)
+            workload = Workload(1, PROMPT_TOKENS, new_tokens, llm.config.texts.vocab_size)
             rates[name] = rate_measure("decode", generate_with(llm), workload)
         rounds = interleave(rates, num_rounds, warms_up=True)
         samples = {name: [1 / rate for rate in each] for name, each in rounds.items()}

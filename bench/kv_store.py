@@ -100,7 +100,7 @@ def converse(llm: LLM, num_conversations: int, num_turns: int, chance: random.Ra
     """Serve all turns of all conversations. Return the tokens of each conversation, and the result."""
 
     def draw(num_tokens: int) -> list[int]:
-        return [chance.randrange(llm.config.vocab_size) for _ in range(num_tokens)]
+        return [chance.randrange(llm.config.texts.vocab_size) for _ in range(num_tokens)]
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     conversations = [draw(FIRST_TOKENS) for _ in range(num_conversations)]

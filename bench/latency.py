@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_model_len=options.prompt_tokens + options.new_tokens,
             packed_cache=0,  # writing a packed copy would disturb the measurement
         ) as llm:
-            traffic = Workload(options.requests, options.prompt_tokens, options.new_tokens, llm.config.vocab_size)
+            traffic = Workload(options.requests, options.prompt_tokens, options.new_tokens, llm.config.texts.vocab_size)
             facts = {"benchmark": "latency", "model": model.name, "engine": options.engine}
             show_and_save(options.json, [facts | row for row in measure(llm, rates, traffic, options.rounds)])
 

@@ -31,7 +31,8 @@ from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.harness import make_parser
 from moeserve.bench.report import show_and_save
 from moeserve.config.environment import cache_folder
-from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.kv.layer_cache import Places

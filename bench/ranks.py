@@ -17,9 +17,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
-from moeserve.config.resolve import MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.connect import Rendezvous, TransportName, connect
 from moeserve.distributed.coordinator import GroupCoordinator
@@ -129,7 +130,7 @@ class Ranks:
         """
         options = parse_settings({"num_threads": 1} | settings)
         config: EngineConfig = resolve(options, read_facts(folder), MachineFacts(num_cores=usable_cores()))
-        self.num_ranks = config.tensor_parallel_size * config.data_parallel_size
+        self.num_ranks = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
         self._store = start_store()
         self._children: list[WatchedProcess[Answer]] = [
             start_process(
@@ -181,7 +182,7 @@ def repeated(ranks: Ranks, order: Timed, sample_seconds: float) -> Callable[[], 
 def work(parent: Parent) -> None:
     start = parent.config(RankStart)
     channel = parent.channel(Order)
-    set_num_threads(start.config.num_threads)
+    set_num_threads(start.config.compute.num_threads)
     groups = join(start)
     group_of_transport: dict[TransportName, GroupCoordinator] = {"auto": groups.world}
     while True:
@@ -259,9 +260,9 @@ def time_collective(group: GroupCoordinator, order: TimeCollective) -> list[floa
 
 def _connect(start: RankStart, transport: TransportName) -> GroupCoordinator:
     return connect(
-        Mesh(tp=start.config.tensor_parallel_size, dp=start.config.data_parallel_size),
+        Mesh(tp=start.config.parallel.tensor_parallel_size, dp=start.config.parallel.data_parallel_size),
         start.rank,
-        Rendezvous(start.store, start.config.collective_timeout, transport),
+        Rendezvous(start.store, start.config.failure.collective_timeout, transport),
         transport=transport,
     ).world
 
@@ -341,8 +342,8 @@ def run_steps(worker: Worker, start: RankStart, order: RunSteps) -> Rebalanced:
 
 def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num_tokens: int) -> StepPlan:
     """Return a step with one prompt of random tokens."""
-    num_blocks = -(-num_tokens // start.config.block_size)
-    token_ids = [random_source.randrange(start.config.vocab_size) for _ in range(num_tokens)]
+    num_blocks = -(-num_tokens // start.config.cache.block_size)
+    token_ids = [random_source.randrange(start.config.texts.vocab_size) for _ in range(num_tokens)]
     registration = Registration(
         slot=0,
         token_ids=[*token_ids, 0],  # one more than the chunk, so that nothing is sampled

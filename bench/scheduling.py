@@ -72,7 +72,7 @@ def measure_steps(
     timers = {way: timer_of(llm) for way, llm in llms.items()}
     rows: list[Row] = []
     for batch in BATCHES:
-        workload = Workload(batch, PROMPT_TOKENS, new_tokens, llms["one step in flight"].config.vocab_size)
+        workload = Workload(batch, PROMPT_TOKENS, new_tokens, llms["one step in flight"].config.texts.vocab_size)
         rounds = interleave(
             {way: functools.partial(timed_decode, llm, timers[way], workload) for way, llm in llms.items()},
             num_rounds,
@@ -139,7 +139,7 @@ def measure_callers(
     llm = stack.enter_context(LLM(model, max_num_seqs=NUM_TASKS, **settings))
     async_llm = AsyncLLM(model, max_num_seqs=NUM_TASKS, **settings)
     stack.callback(async_llm.shutdown)
-    workload = Workload(NUM_TASKS, PROMPT_TOKENS, new_tokens, llm.config.vocab_size)
+    workload = Workload(NUM_TASKS, PROMPT_TOKENS, new_tokens, llm.config.texts.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
     async def consume(prompt: list[int]) -> None:
@@ -180,7 +180,7 @@ def measure_pipeline(
     batch = PIPELINE_BATCH
 
     def measure(llm: LLM, num_requests: int) -> Callable[[], float]:
-        workload = Workload(num_requests, PROMPT_TOKENS, new_tokens, llm.config.vocab_size)
+        workload = Workload(num_requests, PROMPT_TOKENS, new_tokens, llm.config.texts.vocab_size)
         return rate_measure("decode", generate_with(llm), workload)
 
     measures = {

@@ -107,7 +107,7 @@ def measure_model(
 def prompt_for(model: str, llm: LLM) -> list[int]:
     """Return the question in the model's chat format, or random tokens."""
     if model != "default":
-        return random.Random(1).choices(range(llm.config.vocab_size), k=PROMPT_TOKENS)
+        return random.Random(1).choices(range(llm.config.texts.vocab_size), k=PROMPT_TOKENS)
     messages = [{"role": "user", "content": QUESTION}]
     prompt: list[int] = llm.get_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return prompt

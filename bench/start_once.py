@@ -20,7 +20,7 @@ def main(settings: str) -> None:
     clock["imported"] = time.monotonic()
     with LLM(max_model_len=1024, device="cpu", show_progress=False, **json.loads(settings)) as llm:
         clock["loaded"] = time.monotonic()
-        prompt = random.Random(0).choices(range(llm.config.vocab_size), k=PROMPT_TOKENS)
+        prompt = random.Random(0).choices(range(llm.config.texts.vocab_size), k=PROMPT_TOKENS)
         llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         print(json.dumps(clock | {"first_token": time.monotonic()}), flush=True)
         from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers

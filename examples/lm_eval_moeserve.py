@@ -58,7 +58,7 @@ class MoeserveLM(TemplateLM):
         self.tokenizer = self.llm.get_tokenizer()
         self.max_gen_toks = max_gen_toks
         # Most tokens before one that is scored: the prompt holds that one too, and the engine generates another.
-        self.max_length = self.llm.config.max_model_len - 2
+        self.max_length = self.llm.config.schedule.max_model_len - 2
 
     @property
     def eot_token_id(self) -> int:
@@ -130,7 +130,7 @@ class MoeserveLM(TemplateLM):
             del given["do_sample"]  # false: the temperature is 0
             stop = [text for text in handle_stop_sequences(given.pop("until"), end) if text]
             max_tokens = given.pop("max_gen_toks")
-            room = self.llm.config.max_model_len - max_tokens
+            room = self.llm.config.schedule.max_model_len - max_tokens
             if room < 1:
                 raise ValueError(
                     f"max_gen_toks={max_tokens} leaves no room for a prompt; lower it or raise max_model_len"

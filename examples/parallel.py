@@ -11,5 +11,5 @@ with LLM(tensor_parallel_size=3, data_parallel_size=2, dtype="float32") as llm:
     (answer,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=32))
     print(answer.outputs[0].text)
 
-    tp, dp = llm.config.tensor_parallel_size, llm.config.data_parallel_size
-    print(f"tp {tp} x dp {dp} = {llm.config.num_ranks} ranks, dispatcher {llm.config.dispatcher}")
+    tp, dp = llm.config.parallel.tensor_parallel_size, llm.config.parallel.data_parallel_size
+    print(f"tp {tp} x dp {dp} = {llm.config.parallel.num_ranks} ranks, dispatcher {llm.config.experts.dispatcher}")

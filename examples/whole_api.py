@@ -35,7 +35,7 @@ def complete(llm: LLM, folder: Path) -> None:
     print(len("".join(pieces)) > 0, llm.has_chat_template)
     choice = SamplingParams(max_tokens=4, structured_outputs=Structured(choice=["yes", "no"]))
     print(llm.generate("Is water wet?", choice, use_tqdm=False)[0].outputs[0].text in ("yes", "no"))
-    print(llm.config.dtype, llm.config.max_model_len, sum(llm.expert_load().tokens_of_expert[0]) > 0)
+    print(llm.config.weights.dtype, llm.config.schedule.max_model_len, sum(llm.expert_load().tokens_of_expert[0]) > 0)
     llm.save_placement(folder / "placement.json")
     try:
         llm.generate([10**6], GREEDY)

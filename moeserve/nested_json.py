@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 
 
 def parse(text: str) -> Any:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from moeserve.config.descriptions import argument_section, bound, extended
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.config.vllm_options import SAMPLING_PARAMETERS, require_harmless
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, checked

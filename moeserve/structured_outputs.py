@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from moeserve import nested_json
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.json_schemas import servable_schema
 

@@ -18,8 +18,8 @@ from moeserve.api.prompts import Params, Prompt, chat_prompt
 from moeserve.api.session import Session
 from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
-from moeserve.config.resolve import shown_layout
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.resolve_parallel import shown_layout
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import EngineError
@@ -84,7 +84,7 @@ class AsyncLLM:
         self.session, self.codec, self._default_params = session, texts.codec, texts.default_params
         # Apart from the event loop's threads, because a check of a grammar may take seconds.
         self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "grammars")
-        if self.config.device == "cuda":
+        if self.config.compute.device == "cuda":
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._engine_thread = EngineThread(session)
         # Also called when the object is deleted, and when Python exits: before then the engine must have ended.
@@ -120,7 +120,7 @@ class AsyncLLM:
 
     def __repr__(self) -> str:
         state = "failed" if self.errored else "running" if self.is_running else "shut down"
-        return f"AsyncLLM(model={self.config.model_path!r}, {shown_layout(self.config)}, {state})"
+        return f"AsyncLLM(model={self.config.weights.model_path!r}, {shown_layout(self.config.parallel)}, {state})"
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from moeserve.config.environment import cache_folder
 from moeserve.config.expert_layout import ExpertShape
+from moeserve.config.facts import CheckpointFacts
 from moeserve.config.hub_name import parse_hub_name
-from moeserve.config.resolve import CheckpointFacts
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
 from moeserve.models.gguf.reader import INSTALL_GGUF

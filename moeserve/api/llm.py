@@ -19,8 +19,8 @@ from moeserve.api.profiler import Profiler
 from moeserve.api.prompts import Params, Prompt, Prompts, chat_prompt
 from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import start_engine, tokenizer_of
-from moeserve.config.resolve import shown_layout
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.resolve_parallel import shown_layout
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import RequestError, SettingsError, shown
@@ -90,11 +90,11 @@ class LLM:
         return self.core.config
 
     def __repr__(self) -> str:
-        config = self.config
-        quantization = "" if config.quantization is None else f"quantization={config.quantization!r}, "
+        weights = self.config.weights
+        quantization = "" if weights.quantization is None else f"quantization={weights.quantization!r}, "
         return (
-            f"LLM(model={config.model_path!r}, dtype={config.dtype!r}, {quantization}device={config.device!r}, "
-            f"{shown_layout(config)})"
+            f"LLM(model={weights.model_path!r}, dtype={weights.dtype!r}, {quantization}"
+            f"device={self.config.compute.device!r}, {shown_layout(self.config.parallel)})"
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -278,7 +278,7 @@ class LLM:
                 params,
                 generate,
                 end_token_ids=frontend.eos_token_ids,
-                max_model_len=self.config.max_model_len,
+                max_model_len=self.config.schedule.max_model_len,
             )
         return [BeamSearchOutput([self._with_text(each, params) for each in sequences]) for sequences in found]
 
@@ -391,7 +391,7 @@ class LLM:
             EngineError: the engine was shut down, or has failed.
         """
         self._require_experts()
-        if not self.config.expert_parallel:
+        if not self.config.experts.expert_parallel:
             raise SettingsError("every rank holds a slice of each expert (expert_parallel=False): nothing is placed")
         window = self.session.peek_expert_load()
         write_placements(Path(path), [Placement(slots, window.num_experts) for slots in window.logical_of_slot])
@@ -442,4 +442,4 @@ class LLM:
 
     def _require_experts(self) -> None:
         if not self._has_experts:
-            raise SettingsError(f"the model in {self.config.model_path} has no experts")
+            raise SettingsError(f"the model in {self.config.weights.model_path} has no experts")

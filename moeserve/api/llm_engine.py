@@ -13,7 +13,7 @@ from moeserve.api.prompts import Params, Prompt
 from moeserve.api.session import Session
 from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import RequestError, shown
@@ -83,7 +83,8 @@ class LLMEngine:
         return self._session.engine.config
 
     def __repr__(self) -> str:
-        return f"LLMEngine(model={self.config.model_path!r}, {self.get_num_unfinished_requests()} unfinished requests)"
+        num_unfinished = self.get_num_unfinished_requests()
+        return f"LLMEngine(model={self.config.weights.model_path!r}, {num_unfinished} unfinished requests)"
 
     def add_request(
         self,

@@ -135,7 +135,7 @@ Metric: TypeAlias = Counter | Vector | Gauge | Histogram
 def metrics_of(session: Session) -> list[Metric]:
     """Return the metrics of each replica. Their names are those of the server's /metrics with "moeserve:" in front."""
     engine = session.engine
-    model = engine.config.model_path
+    model = engine.config.weights.model_path
     found: list[Metric] = []
     for index, requests in enumerate(session.frontend.stats):
         found += _of_requests(requests, {"model_name": model, "engine": str(index)})

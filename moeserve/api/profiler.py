@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from moeserve.config.settings import EngineConfig, ProfilerConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.settings import ProfilerConfig
 from moeserve.errors import SettingsError, shown
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,14 @@ class Profiler:
                 "start_profile needs a folder for traces: "
                 'LLM(profiler_config={"profiler": "torch", "torch_profiler_dir": FOLDER})'
             )
-        if config.executor != "uniproc":
+        if config.parallel.executor != "uniproc":
             raise SettingsError(
-                f"start_profile records the ranks of this process alone, and executor={config.executor!r}"
+                f"start_profile records the ranks of this process alone, and executor={config.parallel.executor!r}"
             )
         if self._running is not None:
             raise SettingsError("start_profile: a trace is being recorded; call stop_profile first")
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if config.device == "cuda":
+        if config.compute.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         all_threads = _ExperimentalConfig(profile_all_threads=True)
         self._running = torch.profiler.profile(activities=activities, experimental_config=all_threads)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from moeserve.api.tokenizer import TextCodec
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import PromptTooLongError, RequestError, nearest, shown
 from moeserve.inputs import TextPrompt, TokensPrompt
 from moeserve.sampling_params import ALL_TOKENS, LONGEST_PROMPT, RequestParams, SamplingParams

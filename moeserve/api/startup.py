@@ -17,9 +17,12 @@ from moeserve.api import default_model
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
 from moeserve.api.tokenizer import TextCodec
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.hub_name import HubModel, parse_hub_name
-from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve, wants_ray
-from moeserve.config.settings import DEFAULT_LOAD_WINDOW, EngineConfig, ModelSettings, ParallelSettings, Settings
+from moeserve.config.resolve import resolve
+from moeserve.config.resolve_parallel import wants_ray
+from moeserve.config.settings import DEFAULT_LOAD_WINDOW, ModelSettings, ParallelSettings, Settings
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
@@ -105,23 +108,20 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         if cluster is not None:
             cleanup.callback(cluster.close)
         config = _resolve(settings, facts, cluster)
-        codec = TextCodec.load(config.tokenizer_path) if config.tokenizer_path else None
+        codec = TextCodec.load(config.texts.tokenizer_path) if config.texts.tokenizer_path else None
         path = facts.path
         if files is None:
             path = str(default_model.default_model(show_progress))
-        elif files.hub_model is not None and config.load_format != "dummy":
+        elif files.hub_model is not None and config.weights.load_format != "dummy":
             fetched = files.fetch(shows_progress=show_progress)
             path = registry.read_facts(fetched, settings.model.model_impl, hf_overrides=overrides).path
-        config = dataclasses.replace(
-            config,
-            model_path=path,
-            tokenizer_path=tokenizer or path,
-            hub_model=None if files is None else files.hub_model,
-            hub_tokenizer=hub_tokenizer,
+        config = config.changed(
+            weights={"model_path": path, "hub_model": None if files is None else files.hub_model},
+            texts={"tokenizer_path": tokenizer or path, "hub_tokenizer": hub_tokenizer},
         )
         texts = read_texts(config, codec)
-        load_file = config.expert_load_file
-        observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
+        load_file = config.telemetry.expert_load_file
+        observer = LoadObserver(None if load_file is None else Path(load_file), config.telemetry.metrics_port)
         cleanup.callback(observer.close)
 
         def config_of(num_replicas: int) -> EngineConfig:
@@ -187,12 +187,14 @@ def _config_of(
     """
     if type(num_replicas) is not int or num_replicas < 1:
         raise SettingsError(f"data_parallel_size={shown(num_replicas)} must be a whole number of replicas, at least 1")
-    parallel = dataclasses.replace(settings.parallel, data_parallel_size=num_replicas, executor=config.executor)
+    parallel = dataclasses.replace(
+        settings.parallel, data_parallel_size=num_replicas, executor=config.parallel.executor
+    )
     if cluster is not None:
-        parallel = dataclasses.replace(parallel, num_threads=config.num_threads)
+        parallel = dataclasses.replace(parallel, num_threads=config.compute.num_threads)
     resized = _resolve(dataclasses.replace(settings, parallel=parallel), facts, cluster)
-    files = ("model_path", "tokenizer_path", "hub_model", "hub_tokenizer")
-    return dataclasses.replace(resized, **{name: getattr(config, name) for name in files})
+    files = {"model_path": config.weights.model_path, "hub_model": config.weights.hub_model}
+    return dataclasses.replace(resized.changed(weights=files), texts=config.texts)
 
 
 def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextParts:
@@ -201,14 +203,15 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
     Raises:
         CheckpointError: one of them cannot be used.
     """
-    codec = codec or TextCodec.load(config.tokenizer_path)
-    defaults = registry.read_generation_defaults(config.model_path, config.hf_overrides)
+    weights, texts = config.weights, config.texts
+    codec = codec or TextCodec.load(texts.tokenizer_path)
+    defaults = registry.read_generation_defaults(weights.model_path, weights.hf_overrides)
     try:
-        default_params = SamplingParams(**defaults.sampling) if config.has_generation_config else SamplingParams()
+        default_params = SamplingParams(**defaults.sampling) if texts.has_generation_config else SamplingParams()
     except RequestError as error:
-        raise CheckpointError(f"{config.model_path}: generation_config.json: {error}") from None
+        raise CheckpointError(f"{weights.model_path}: generation_config.json: {error}") from None
     try:
-        default_params = dataclasses.replace(default_params, **dict(config.override_generation_config))
+        default_params = dataclasses.replace(default_params, **dict(texts.override_generation_config))
     except RequestError as error:
         raise SettingsError(f"override_generation_config: {error}") from None
     eos_token_ids = sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])})
@@ -220,13 +223,13 @@ def open_session(engine: Engine, observer: LoadObserver, texts: TextParts) -> Se
     config = engine.config
     frontend = Frontend(
         texts.codec,
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_model_len,
+        vocab_size=config.texts.vocab_size,
+        max_model_len=config.schedule.max_model_len,
         eos_token_ids=texts.eos_token_ids,
-        engine_seed=config.seed,
-        num_replicas=config.data_parallel_size,
-        grammars=None if texts.codec is None else grammars_of(config.tokenizer_path, config.vocab_size),
-        kv_block_size=None if config.kv_transfer_address is None else config.block_size,
+        engine_seed=config.weights.seed,
+        num_replicas=config.parallel.data_parallel_size,
+        grammars=None if texts.codec is None else grammars_of(config.texts.tokenizer_path, config.texts.vocab_size),
+        kv_block_size=None if config.store.kv_transfer_address is None else config.cache.block_size,
     )
     return Session(engine, frontend, observer, max_requests=lambda: engine.config.max_requests_in_flight)
 
@@ -274,7 +277,7 @@ def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
 def _start_engine(
     config: EngineConfig, cluster: Cluster | None, config_of: Callable[[int], EngineConfig], *, show_progress: bool
 ) -> Engine:
-    match config.executor:
+    match config.parallel.executor:
         case "uniproc":
             return EngineCore(config, show_progress=show_progress)
         case "mp":

@@ -17,7 +17,9 @@ NAMES = {
     **dict.fromkeys(("pause_generation", "resume_generation"), "abort the requests, and submit them again later"),
     "update_weights": "make a new engine with the new checkpoint",
     "preprocess_chat": "use chat_prompt",
-    **dict.fromkeys(("model_config", "get_model_config", "vllm_config"), "use config, such as config.max_model_len"),
+    **dict.fromkeys(
+        ("model_config", "get_model_config", "vllm_config"), "use config, such as config.schedule.max_model_len"
+    ),
 }
 
 

@@ -54,7 +54,7 @@ class LocalModel:
 
         self._llm = LLM(**settings)
         template = None if self._llm.codec is None else self._llm.codec.chat_template
-        self._family = find_family(None, self._llm.config.model_path, template)
+        self._family = find_family(None, self._llm.config.weights.model_path, template)
         self.name = model_name(settings.get("model"))
 
     def answer(self, messages: list[dict[str, str]], sampling: Mapping[str, Any]) -> Generator[Piece, None, None]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.machine import free_memory, resource_limits, shown_bytes
 
@@ -44,7 +44,7 @@ def refusing_what_cannot_be_allocated(config: EngineConfig) -> Iterator[None]:
         if not _is_failed_allocation(error):
             raise
         names = ["max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "kv_host_memory", "max_model_len"]
-        given = ", ".join(f"{name}={getattr(config, name)}" for name in names if getattr(config, name))
+        given = ", ".join(f"{name}={value}" for name, value in config.settings().items() if name in names and value)
         limits = "".join(f" ({limit})" for limit in resource_limits())
         raise SettingsError(
             f"{given} do not fit in memory together: an allocation failed when {shown_bytes(free_memory())} were "

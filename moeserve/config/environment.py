@@ -14,7 +14,7 @@ from moeserve.errors import SettingsError, nearest
 from moeserve.private_folder import make_private_folder
 
 if TYPE_CHECKING:
-    from moeserve.config.settings import EngineConfig
+    from moeserve.config.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +168,10 @@ BINDINGS_OF_THREADS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_
 def environment_of_rank(config: EngineConfig, num_cores: int) -> dict[str, str]:
     """Return the environment of a process that runs one rank."""
     environment = dict(os.environ)
-    if config.num_ranks > 1 and config.device == "cpu":
+    if config.parallel.num_ranks > 1 and config.compute.device == "cpu":
         for name in BINDINGS_OF_THREADS:  # they would bind the threads of all ranks to the same cores
             environment.pop(name, None)
-    if config.num_ranks * config.num_threads > num_cores:
+    if config.parallel.num_ranks * config.compute.num_threads > num_cores:
         # Threads that wait actively would take cores from threads that compute.
         environment["OMP_WAIT_POLICY"] = "passive"
     return environment

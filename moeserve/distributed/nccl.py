@@ -18,7 +18,7 @@ from torch.distributed import Store, Work, is_nccl_available
 
 from moeserve.addresses import own_addresses
 from moeserve.config.environment import set_for_libraries
-from moeserve.config.resolve import WITHOUT_NCCL
+from moeserve.config.facts import WITHOUT_NCCL
 from moeserve.distributed.symmetric_memory import OneShotAllReduce
 from moeserve.distributed.transport import Pending, Transport, TransportError, reduce_scatter_by_all_to_all
 from moeserve.errors import SettingsError

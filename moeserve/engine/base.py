@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
@@ -14,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import EngineError, RequestError
 from moeserve.kv.connector import ITEM_FILE_ENDING, FolderTier, HostTier, KVConnector
 from moeserve.private_folder import secret_of
@@ -186,31 +185,32 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
     Raises:
         SettingsError: the folder cannot be used; memory is exhausted.
     """
+    schedule = config.schedule
     connector: KVConnector | None = None
     salt = secrets.token_bytes(SALT_BYTES)
     store = loaded[sampling_rank(config)].store  # the folder of each rank has its own part of the same items
     if store.folder is not None:
-        assert config.kv_folder is not None, "a rank has opened a folder"
+        assert config.store.kv_folder is not None, "a rank has opened a folder"
         folder = Path(store.folder)
         connector = FolderTier(lambda name: (folder / f"{name}{ITEM_FILE_ENDING}").exists())
-        salt = secret_of("kv_folder", Path(config.kv_folder))
+        salt = secret_of("kv_folder", Path(config.store.kv_folder))
     elif store.num_host_places:
         connector = HostTier(store.num_host_places)
     with refusing_what_cannot_be_allocated(config):
         return Scheduler(
             SchedulerConfig(
                 num_blocks=loaded[0].num_blocks,
-                block_size=config.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_prefill_tokens=config.max_prefill_tokens,
-                max_model_len=config.max_model_len,
-                enable_prefix_caching=config.enable_prefix_caching,
-                plans_ahead=config.async_scheduling,
-                num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
-                num_lookahead_tokens=config.num_lookahead_tokens,
+                block_size=config.cache.block_size,
+                max_num_seqs=schedule.max_num_seqs,
+                max_num_batched_tokens=schedule.max_num_batched_tokens,
+                max_prefill_tokens=schedule.max_prefill_tokens,
+                max_model_len=schedule.max_model_len,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+                plans_ahead=schedule.async_scheduling,
+                num_batches=1 if schedule.async_scheduling else schedule.max_concurrent_batches,
+                num_lookahead_tokens=schedule.num_lookahead_tokens,
                 other_groups=tuple(facts.group for facts in loaded[0].other_groups),
-                recomputes_drafts=config.redoes_drafts,
+                recomputes_drafts=config.cache.redoes_drafts,
             ),
             salt,
             connector,
@@ -220,18 +220,20 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:
     """Return the config with max_model_len lowered to the capacity of the KV cache, unless the user has set it."""
-    capacity = num_blocks * config.block_size
-    if config.max_model_len <= capacity:
+    capacity = num_blocks * config.cache.block_size
+    if config.schedule.max_model_len <= capacity:
         return config
-    assert config.max_model_len_may_shrink, "the worker refuses a cache smaller than a max_model_len that was given"
-    return dataclasses.replace(config, max_model_len=capacity)
+    assert config.schedule.max_model_len_may_shrink, (
+        "the worker refuses a cache smaller than a max_model_len that was given"
+    )
+    return config.changed(schedule={"max_model_len": capacity})
 
 
 def log_lowered_length(before: EngineConfig, after: EngineConfig) -> None:
     """Log a warning if `fit_to_cache` has lowered max_model_len."""
-    if before.max_model_len != after.max_model_len:
+    if before.schedule.max_model_len != after.schedule.max_model_len:
         logger.warning(
             "max_model_len lowered from %d to %d, the capacity of the KV cache; raise kv_cache_memory for more",
-            before.max_model_len,
-            after.max_model_len,
+            before.schedule.max_model_len,
+            after.schedule.max_model_len,
         )

@@ -6,7 +6,7 @@ import select
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler, require_new, stats_at_start
 from moeserve.engine.effects import Driver, StepTimeoutError
 from moeserve.errors import EngineError, SettingsError
@@ -37,8 +37,8 @@ class EngineCore:
         log_lowered_length(config, self.config)
         self._replica = Replica(
             new_scheduler(self.config, self.executor.loaded),
-            max_rounds=self.config.max_concurrent_batches,
-            load_window=self.config.expert_load_window,
+            max_rounds=self.config.schedule.max_concurrent_batches,
+            load_window=self.config.telemetry.expert_load_window,
         )
         self._ownership = Ownership()
         self._wake_up = WakeUp()
@@ -49,7 +49,7 @@ class EngineCore:
         self._awaits_load = False
         self.replica_stats = [stats_at_start(self.num_blocks)]
         self.refusal = ""  # the reason why requests are refused
-        self._driver = Driver(self._replica, self.executor, self._receive, self.config.step_timeout)
+        self._driver = Driver(self._replica, self.executor, self._receive, self.config.failure.step_timeout)
 
     @property
     def num_free_blocks(self) -> list[int]:
@@ -141,7 +141,7 @@ class EngineCore:
                 self.executor.register(poll)
                 poll.register(self._wake_up.fd, select.POLLIN)
                 with interrupts_allowed():
-                    poll.poll(self.config.step_timeout * 1000 if self._driver.has_rounds else None)
+                    poll.poll(self.config.failure.step_timeout * 1000 if self._driver.has_rounds else None)
                 ended = self._driver.ended()
             messages, self._inbox = self._inbox, []
             self._driver.handle(messages, ended, self._receive)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 import weakref
 from collections.abc import Callable
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import stats_at_start
 from moeserve.engine.protocol import EngineMessage, Ready
 from moeserve.errors import EngineError, MoeserveError
@@ -47,7 +46,7 @@ class Generation:
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
         self._loading = {engine.name: None for engine in group.engines}
-        self._deadline = time.monotonic() + config.load_timeout + SECONDS_TO_NAME_A_RANK
+        self._deadline = time.monotonic() + config.failure.load_timeout + SECONDS_TO_NAME_A_RANK
 
     def take_ready(self) -> bool:
         """Handle messages of loading processes. Return True if all replicas have loaded the model and none has failed.
@@ -63,8 +62,8 @@ class Generation:
         if self._loading:
             if time.monotonic() >= self._deadline:
                 raise EngineError(
-                    f"{', '.join(self._loading)}: the model was not loaded within {self.config.load_timeout} s; raise "
-                    "load_timeout if it needs more"
+                    f"{', '.join(self._loading)}: the model was not loaded within "
+                    f"{self.config.failure.load_timeout} s; raise load_timeout if it needs more"
                 )
             return False
         if self.group.has_failed:  # a replica that was ready before the others
@@ -74,8 +73,8 @@ class Generation:
         self.router = DPRouter(
             num_replicas,
             self.num_blocks,
-            self.config.block_size,
-            enable_prefix_caching=self.config.enable_prefix_caching,
+            self.config.cache.block_size,
+            enable_prefix_caching=self.config.cache.enable_prefix_caching,
             salt=secrets.token_bytes(32),
         )
         return True
@@ -116,9 +115,10 @@ def with_limits_of(running: EngineConfig, num_blocks: int, config: EngineConfig)
         num_blocks: blocks of the running engine's KV cache on each rank.
     """
     num_cache_blocks = None
-    if config.kv_cache_memory is None and config.device == "cpu":
-        share = num_blocks * running.data_parallel_size // config.data_parallel_size
-        num_cache_blocks = max(share, -(-running.max_model_len // config.block_size))
-    return dataclasses.replace(
-        config, max_model_len=running.max_model_len, max_model_len_may_shrink=False, num_cache_blocks=num_cache_blocks
+    if config.cache.kv_cache_memory is None and config.compute.device == "cpu":
+        share = num_blocks * running.parallel.data_parallel_size // config.parallel.data_parallel_size
+        num_cache_blocks = max(share, -(-running.schedule.max_model_len // config.cache.block_size))
+    return config.changed(
+        schedule={"max_model_len": running.schedule.max_model_len, "max_model_len_may_shrink": False},
+        cache={"num_cache_blocks": num_cache_blocks},
     )

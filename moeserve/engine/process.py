@@ -46,12 +46,12 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
     replica = Replica(
         new_scheduler(config, executor.loaded),
         index=start.dp_index,
-        num_replicas=config.data_parallel_size,
-        max_rounds=config.max_concurrent_batches,
-        load_window=config.expert_load_window,
+        num_replicas=config.parallel.data_parallel_size,
+        max_rounds=config.schedule.max_concurrent_batches,
+        load_window=config.telemetry.expert_load_window,
     )
     channel.send(Ready(num_blocks))
-    drive(replica, User(channel, config.max_concurrent_batches), executor, config.step_timeout)
+    drive(replica, User(channel, config.schedule.max_concurrent_batches), executor, config.failure.step_timeout)
 
 
 def drive(replica: Replica, user: User, executor: Executor, step_timeout_s: float) -> None:

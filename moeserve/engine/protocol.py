@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.protocol import AbortRequest, AddRequest, ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.protocol import RankStart

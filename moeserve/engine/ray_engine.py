@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.process import serve
 from moeserve.engine.protocol import EngineMessage
 from moeserve.engine.replicas import Replicas

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import select
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -47,9 +46,11 @@ class RemoteEngine:
             on_drain: called with `Drain.at_once`, in the thread that uses the engine, when the hub sends `Drain`.
         """
         # Each process has its own seed, so that requests without a seed differ between processes.
-        self.config = dataclasses.replace(engine.config, seed=(engine.config.seed + engine.index) % 2**64)
+        self.config = engine.config.changed(weights={"seed": (engine.config.weights.seed + engine.index) % 2**64})
         self.num_blocks = engine.num_blocks
-        self.replica_stats: list[ReplicaStats] = [stats_at_start(engine.num_blocks)] * self.config.data_parallel_size
+        self.replica_stats: list[ReplicaStats] = [
+            stats_at_start(engine.num_blocks)
+        ] * self.config.parallel.data_parallel_size
         self.has_failed = False
         self.notes: dict[int, bytes] = {}  # the last note of each other process
         self._refusal = ""
@@ -157,7 +158,8 @@ class RemoteEngine:
                 case EngineState():
                     self._refusal, self.has_failed = message.refusal, message.has_failed
                     self.replica_stats, self.num_blocks = message.replica_stats, message.num_blocks
-                    self.config = dataclasses.replace(self.config, data_parallel_size=len(message.replica_stats))
+                    parallel = {"data_parallel_size": len(message.replica_stats)}
+                    self.config = self.config.changed(parallel=parallel)
                 case Scaled():
                     kind = _ERRORS.get(message.kind, EngineError)
                     self._end_change(kind(message.error) if message.error else None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
 from moeserve.engine.in_flight import RequestsInFlight
@@ -109,7 +109,7 @@ class Replicas:
 
     @property
     def refusal(self) -> str:
-        if self._failure and self.config.on_failure == "end" and not self._is_changing_in_place:
+        if self._failure and self.config.failure.on_failure == "end" and not self._is_changing_in_place:
             return f"the engine has failed and takes no requests; make a new one. The failure: {self._failure}"
         return "the engine was shut down; make a new one" if self._is_shut_down else ""
 
@@ -135,7 +135,11 @@ class Replicas:
         self._in_flight.wake_sleepers()
         while True:
             self._receive()
-            if self._failure and self.config.on_failure != "end" and not (self._is_shut_down or self._is_ending):
+            if (
+                self._failure
+                and self.config.failure.on_failure != "end"
+                and not (self._is_shut_down or self._is_ending)
+            ):
                 self._undelivered += self._resume()  # also without requests, so that the next one finds an engine
             if self._undelivered or not self.has_work or self._wake_up.take():
                 break
@@ -172,7 +176,7 @@ class Replicas:
 
     def scale(self, data_parallel_size: int) -> Future[None]:
         self._require_serving()
-        num_before = self.config.data_parallel_size
+        num_before = self.config.parallel.data_parallel_size
         if self._is_scaling:
             raise ScalingInProgressError(
                 f"the number of replicas is being changed already, so it cannot be changed to {data_parallel_size}; "
@@ -183,12 +187,12 @@ class Replicas:
             done.set_result(None)
             return done
         config = with_limits_of(self.config, self.num_blocks, self._config_of(data_parallel_size))
-        if config.device != "cpu":
+        if config.compute.device != "cpu":
             return self._scale_in_place(config)
-        if ":" in (config.kv_transfer_address or ""):
+        if ":" in (config.store.kv_transfer_address or ""):
             raise SettingsError(
-                f"kv_transfer_address={config.kv_transfer_address!r} names a port, on which old and new replicas would "
-                "have to listen at once; start the engine with an address without a port"
+                f"kv_transfer_address={config.store.kv_transfer_address!r} names a port, on which old and new replicas "
+                "would have to listen at once; start the engine with an address without a port"
             )
         self._scaling = Scaling(
             lambda: Generation(config, self._start_group(config)),
@@ -275,7 +279,7 @@ class Replicas:
             self._undelivered += self._in_flight.continue_all()
             done.set_result(None)
         except (EngineError, ValueError, OSError) as error:
-            self._failure = f"the number of replicas stays {running.data_parallel_size}: {error}"
+            self._failure = f"the number of replicas stays {running.parallel.data_parallel_size}: {error}"
             refusal = ScaleError(self._failure)
             refusal.__cause__ = error
             self._undelivered += self._resume(running)
@@ -299,7 +303,9 @@ class Replicas:
 
     def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
         """Return the config to restart with: with on_failure="shrink", that of the next smaller possible size."""
-        for smaller in range(config.data_parallel_size - 1, 0, -1) if config.on_failure == "shrink" else ():
+        for smaller in (
+            range(config.parallel.data_parallel_size - 1, 0, -1) if config.failure.on_failure == "shrink" else ()
+        ):
             try:
                 return with_limits_of(self.config, self.num_blocks, self._config_of(smaller))
             except (SettingsError, EngineError) as error:
@@ -309,7 +315,7 @@ class Replicas:
     def _wait(self) -> None:
         """Wait for messages. Other replicas detect a replica that hangs; if all are silent, `_receive` does."""
         self._in_flight.wake_sleepers()
-        self._poll.ready(SECONDS_BETWEEN_LOOKS if self._is_scaling else self.config.step_timeout)
+        self._poll.ready(SECONDS_BETWEEN_LOOKS if self._is_scaling else self.config.failure.step_timeout)
 
     def _receive(self) -> None:
         """Handle all updates that have arrived, without waiting. A failure ends requests or resumes them."""
@@ -320,7 +326,7 @@ class Replicas:
             group = self._generation.group
             silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
             has_failed = any(process in self._serving and process.failures() for process in ready)
-            if has_failed or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
+            if has_failed or silent_s > MOST_SILENT_STEPS * self.config.failure.step_timeout:
                 silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
                 cause = root_cause(group.collect_failures() or [silence])
                 self._undelivered += self._received(group.engines)
@@ -335,7 +341,9 @@ class Replicas:
         self._failure = error
         if self._scaling is not None:
             self._scaling.cancel(error)
-        self._undelivered += self._in_flight.end_after_failure(error, may_resume=self.config.on_failure != "end")
+        self._undelivered += self._in_flight.end_after_failure(
+            error, may_resume=self.config.failure.on_failure != "end"
+        )
 
     def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
         """Restart, and resend all requests with the tokens that were received. Return the ends of aborted requests.

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import EngineError
 from moeserve.interrupts import interrupts_allowed
 

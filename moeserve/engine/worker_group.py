@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
-from moeserve.config.settings import EngineConfig
 from moeserve.distributed.store_server import start_store
 from moeserve.engine.protocol import EngineMessage, EngineStart
 from moeserve.machine import usable_cores
@@ -18,7 +18,7 @@ def start_local_group(config: EngineConfig, *, show_progress: bool) -> WorkerGro
     group = WorkerGroup(release=store.close)
     environment = environment_of_rank(config, usable_cores())
     try:
-        for rank in range(0, config.num_ranks, config.ranks_per_replica):
+        for rank in range(0, config.parallel.num_ranks, config.parallel.ranks_per_replica):
             first_rank = RankStart(
                 config=config,
                 rank=rank,

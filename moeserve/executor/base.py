@@ -21,7 +21,7 @@ class Executor(Protocol):
         """Send a round to all ranks, and return at once. They run rounds in order.
 
         `progress` completes the future, with the outcome from the rank that samples or with the error that ends this
-        executor. With `EngineConfig.gathers_reports` it does so when all ranks have answered, and the outcome has the
+        executor. With `FailureConfig.debug_rank_state` it does so when all ranks have answered, and the outcome has the
         reports of all.
         """
         ...

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
-from moeserve.config.settings import EngineConfig
 from moeserve.errors import DistributedError
 from moeserve.executor.outcomes import TransferAnswers
 from moeserve.machine import usable_cores
@@ -39,7 +39,7 @@ def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
             FromRank,
             environment=environment,
         )
-        for rank in range(first.rank, first.rank + config.ranks_per_replica)
+        for rank in range(first.rank, first.rank + config.parallel.ranks_per_replica)
     ]
 
 
@@ -58,7 +58,7 @@ class MultiprocExecutor:
         first = sampling_rank(config)
         self._ranks = [*ranks[first:], *ranks[:first]]  # starts with the rank that samples
         self._pending: deque[Future[Outcome]] = deque()
-        self._num_answering = len(ranks) if config.gathers_reports else 1
+        self._num_answering = len(ranks) if config.failure.debug_rank_state else 1
         self._answers: list[deque[Outcome]] = [deque() for _ in ranks]  # by rank, in order of rounds
         self._transfers = TransferAnswers(len(ranks))
         loaded: dict[str, Loaded] = {}

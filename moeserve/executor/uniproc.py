@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.protocol import Transfer, TransferOutcome

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeserve.config.resolve import layers_of_stages
+from moeserve.config.resolve_parallel import layers_of_stages
 from moeserve.config.settings import CacheDtypeName, DtypeName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh

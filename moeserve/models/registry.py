@@ -11,7 +11,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Literal
 
-from moeserve.config.resolve import CheckpointFacts
+from moeserve.config.facts import CheckpointFacts
 from moeserve.config.settings import DtypeName, ModelImplName
 from moeserve.errors import CheckpointError
 from moeserve.models import families

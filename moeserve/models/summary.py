@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config.resolve import is_float8_cache
+from moeserve.config.resolve_cache import is_float8_cache
 from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.kv.layer_cache import CacheNeeds

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from moeserve.config.resolve import INSTALL_COMPILER
+from moeserve.config.facts import INSTALL_COMPILER
 from moeserve.errors import SettingsError
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs in plain torch

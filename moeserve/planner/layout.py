@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
-from moeserve.config.resolve import layers_of_stages
+from moeserve.config.resolve_parallel import layers_of_stages
 from moeserve.config.settings import CacheDtypeName, DtypeName, ParallelSettings, QuantizationName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh, share_of

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 
 TEXT_TYPES = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts
 PART_TYPES = (*TEXT_TYPES, "refusal", "thinking", "tool_use", "tool_result", "search_result", "tool_reference")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.server.errors import ApiError
 
 PIECE_BYTES = 2**17  # about a millisecond of work

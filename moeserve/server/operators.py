@@ -40,13 +40,12 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
     @app.get("/server_info")
     async def server_info() -> dict[str, Any]:
         """Return the version, the names of the model, and settings of the engine."""
-        config = service.llm.config
-        settings = {name: getattr(config, name) for name in SHOWN_SETTINGS}
+        settings = service.llm.config.settings()
         return {
             "version": __version__,
             "model_names": service.model_names,
             "num_blocks": service.llm.session.engine.num_blocks,
-            "config": settings,
+            "config": {name: settings[name] for name in SHOWN_SETTINGS},
         }
 
     @app.post("/reset_prefix_cache")

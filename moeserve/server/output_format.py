@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moeserve.api.tokenizer import TextCodec
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError
 from moeserve.json_schemas import relaxed_schema, servable_schema, unsupported_places, without_unique_items
 from moeserve.parsers.families import ForcedCalls, ParserFamily

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import api_error

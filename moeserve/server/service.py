@@ -73,11 +73,11 @@ class Service:
         self.default_params = llm.get_default_sampling_params()
         self.chat_template = chat_template
         template = chat_template or (None if llm.codec is None else llm.codec.chat_template)
-        self.parser = find_family(parser, llm.config.model_path, template)
+        self.parser = find_family(parser, llm.config.weights.model_path, template)
 
         def num_admitted() -> int:
             config = llm.config  # the number of replicas may change
-            max_running = config.max_num_seqs * config.data_parallel_size
+            max_running = config.schedule.max_num_seqs * config.parallel.data_parallel_size
             return math.ceil((max_running + int(AHEAD * max_running)) / num_processes)
 
         self.admission = Admission(num_admitted, math.ceil(max_waiting / num_processes))
@@ -90,7 +90,7 @@ class Service:
 
     @property
     def max_model_len(self) -> int:
-        return self.llm.config.max_model_len
+        return self.llm.config.schedule.max_model_len
 
     @property
     def own_totals(self) -> Totals:
@@ -150,7 +150,11 @@ class Service:
     def num_written(self, num_prompt: int, num_cached: int) -> int:
         """Return the tokens of a prompt that were not found in the prefix cache, and are in it now: full blocks."""
         config = self.llm.config
-        return max(0, num_prompt - num_cached - num_prompt % config.block_size) if config.enable_prefix_caching else 0
+        return (
+            max(0, num_prompt - num_cached - num_prompt % config.cache.block_size)
+            if config.cache.enable_prefix_caching
+            else 0
+        )
 
     def allowed_template(self, template: str | None) -> str | None:
         """Return the chat template of a request.

@@ -8,7 +8,7 @@ import time
 from pydantic import BaseModel
 
 from moeserve import __version__
-from moeserve.config.resolve import shown_layout
+from moeserve.config.resolve_parallel import shown_layout
 from moeserve.server.service import Service
 from moeserve.server.statistics import SECONDS_BETWEEN_POINTS, Rates, Statistics
 from moeserve.telemetry.expert_load import LoadWindow
@@ -73,7 +73,7 @@ class StatusReader:
         return Status(
             version=__version__,
             model=service.model_names[0],
-            layout=shown_layout(service.llm.config),
+            layout=shown_layout(service.llm.config.parallel),
             ready=service.is_ready,
             queued=totals.num_queued,
             admitted=totals.num_admitted,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from moeserve.api.tokenizer import TextCodec
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.models.checkpoint.tokenizer_files import tokenizer_config
 from moeserve.server.client import Client
 from moeserve.server.conversation import Conversation

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.config.settings import EngineConfig, SpeculativeConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.settings import SpeculativeConfig
 from moeserve.models.decoder import Decoder
 from moeserve.models.rank_model import RankModel
 from moeserve.protocol import ChunkResult, TokenLogprobs
@@ -179,13 +180,15 @@ class LayerDrafter:
 
 def drafter_of(config: EngineConfig, model: RankModel, caches: list[Any]) -> Drafter | None:
     """Return the drafter of this rank; None without speculative decoding."""
-    speculation = config.speculative_config
+    speculation = config.schedule.speculative_config
     if speculation is None:
         return None
-    if not config.has_draft_layer:
+    if not config.schedule.has_draft_layer:
         return NgramDrafter(speculation)
     assert isinstance(model, Decoder), "other models have no layer for drafts"
-    return LayerDrafter(model, caches, num_tokens=speculation.num_speculative_tokens, block_size=config.block_size)
+    return LayerDrafter(
+        model, caches, num_tokens=speculation.num_speculative_tokens, block_size=config.cache.block_size
+    )
 
 
 def _without_cache(step: StepInputs, is_without_T: Tensor) -> StepInputs:

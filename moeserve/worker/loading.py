@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import cache_folder
-from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
@@ -60,30 +60,31 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.
     """
-    description = registry.describe(config.model_path, config.model_impl, config.hf_overrides)
-    if config.has_draft_layer:
+    weights = config.weights
+    description = registry.describe(weights.model_path, weights.model_impl, weights.hf_overrides)
+    if config.schedule.has_draft_layer:
         description = description.with_draft_layer()
-    device = torch.device(config.device)
+    device = torch.device(config.compute.device)
     placements = _place_experts(config, description, groups)
     context = ModelContext(
         _select_backend(config, device),
         groups,
-        getattr(torch, config.dtype),
+        getattr(torch, weights.dtype),
         device,
-        quantization=config.quantization,
-        has_float8_cache=config.has_float8_cache,
-        block_size=config.block_size,
+        quantization=weights.quantization,
+        has_float8_cache=config.cache.has_float8_cache,
+        block_size=config.cache.block_size,
     )
     dispatchers = _open_dispatchers(config, description, placements, context)
-    if config.model_impl == "transformers":
+    if weights.model_impl == "transformers":
         from moeserve.models.transformers_model import TransformersModel
 
-        foreign = TransformersModel(Path(config.model_path), description.model, placements, dispatchers, context)
+        foreign = TransformersModel(Path(weights.model_path), description.model, placements, dispatchers, context)
         require_room(config, foreign.cache_needs, free_bytes(config))
         return LoadedModel(foreign)
-    stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
+    stage = config.parallel.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
-    memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
+    memory = loading_memory(model, fills_all_first=weights.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
     free = free_bytes(config)
     if memory.peak > free:
@@ -91,9 +92,9 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     require_room(config, model.cache_needs, free - memory.kept)
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
-    if config.load_format == "dummy":
+    if weights.load_format == "dummy":
         packer = Packer(model)
-        fill_randomly(model, config.seed)
+        fill_randomly(model, weights.seed)
         packer.finish()
         return LoadedModel(model.eval())
     mapped_bytes = _load(config, description, model, placements, memory.kept, show_progress=show_progress)
@@ -110,16 +111,17 @@ def _load(
     show_progress: bool,
 ) -> int:
     """Load a model's weights, of `num_bytes`. Return the size of those that are mapped from a file."""
+    weights = config.weights
     weight_format, norm_offset = description.weight_format, description.family.norm_offset
-    if config.quantization == "mxfp4":
+    if weights.quantization == "mxfp4":
         weight_format = weight_format.with_mxfp4_kept()
-    checkpoint = open_checkpoint(Path(config.model_path), weight_format)
+    checkpoint = open_checkpoint(Path(weights.model_path), weight_format)
     checkpoint = translated(checkpoint, description.family, description.model.num_decoder_layers)
-    if config.quantization == "int4" and weight_format.is_int4:
+    if weights.quantization == "int4" and weight_format.is_int4:
         keep_int4(checkpoint, destinations(model, norm_offset, checkpoint.shapes))
-    cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
+    cache = PackedWeightCache(cache_folder() / "packed", weights.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
-    has_cache = config.packed_cache > 0 and config.device == "cpu" and config.rebalance == "off"
+    has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and config.experts.rebalance == "off"
     is_cached = has_cache and num_bytes >= MIN_CACHED_BYTES
     key = _cache_key(config, model, placements, checkpoint) if is_cached else ""
     if is_cached and (state := cache.load(key)) is not None:
@@ -131,7 +133,7 @@ def _load(
         checkpoint,
         destinations(model, norm_offset, checkpoint.shapes),
         on_filled=packer.on_filled,
-        ignore_unused=config.ignore_unused_weights,
+        ignore_unused=weights.ignore_unused_weights,
         show_progress=show_progress,
     )
     packer.finish()
@@ -143,12 +145,12 @@ def _load(
 def _place_experts(config: EngineConfig, description: registry.Description, groups: Groups) -> tuple[Placement, ...]:
     """Return the placement of experts in each layer that has them."""
     model, num_ranks = description.model, groups.ep.world_size
-    if not config.expert_parallel:
+    if not config.experts.expert_parallel:
         return model.slice_experts(num_ranks)
-    return tuple(map(Placement.from_json, config.placements)) or model.place_experts(
+    return tuple(map(Placement.from_json, config.experts.placements)) or model.place_experts(
         num_ranks,
-        loads=config.expert_loads,
-        num_redundant=config.num_redundant_experts,
+        loads=config.experts.expert_loads,
+        num_redundant=config.experts.num_redundant_experts,
         node_of_rank=groups.ep.node_of_rank,
     )
 
@@ -168,7 +170,7 @@ def _open_dispatchers(
         top_k=experts.top_k,
         dtype=context.dtype,
         num_slots=placements[0].num_slots,
-        max_tokens_per_rank=max(share_sizes(config.max_num_batched_tokens, context.groups.mesh.tp)),
+        max_tokens_per_rank=max(share_sizes(config.schedule.max_num_batched_tokens, context.groups.mesh.tp)),
     )
     return open_dispatchers(config, shape, context.groups.ep, context)
 
@@ -179,27 +181,29 @@ def _select_backend(config: EngineConfig, device: torch.device) -> Backend:
     Raises:
         SettingsError: a library that the config names cannot be used.
     """
-    dtype = getattr(torch, config.dtype)
-    if config.batch_invariant:
+    dtype = getattr(torch, config.weights.dtype)
+    if config.compute.batch_invariant:
         backend = select_backend(device, dtype, batch_invariant=True)
     else:
-        backend = select_backend(device, dtype, config.attention_backend, config.block_size)
-    if config.product_backend == "triton":
+        backend = select_backend(device, dtype, config.compute.attention_backend, config.cache.block_size)
+    if config.compute.product_backend == "triton":
         return backend
     from moeserve.ops.products.deep_gemm import with_deep_gemm
 
-    only_fastest = config.product_backend == "measured"
+    only_fastest = config.compute.product_backend == "measured"
     return with_deep_gemm(backend, device, dtype, only_fastest=only_fastest)
 
 
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
     """Return an error message for weights that do not fit, with remedies."""
-    share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
+    weights = config.weights
+    share = f" for each of {config.parallel.num_ranks} ranks" if config.parallel.num_ranks > 1 else ""
     limits = "".join(f" ({limit})" for limit in resource_limits())
-    form = f"{config.dtype}, quantised to {config.quantization}" if config.quantization else config.dtype
+    form = f"{weights.dtype}, quantised to {weights.quantization}" if weights.quantization else weights.dtype
     return (
-        f"the weights of {config.model_path} do not fit in memory: as {form} they take {shown_bytes(memory.kept)}, and "
-        f"{shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are free{share}{limits}. "
+        f"the weights of {weights.model_path} do not fit in memory: as {form} they take {shown_bytes(memory.kept)}, "
+        f"and {shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are "
+        f"free{share}{limits}. "
         "Use a machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, "
         "fp8 on GPUs); `moeserve inspect` lists the sizes of its parts"
     )
@@ -207,14 +211,14 @@ def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
 
 def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placement], checkpoint: Checkpoint) -> str:
     """Return the cache key of this rank's weights, packed for this machine."""
-    files = {Path(config.model_path) / "config.json", *(tensor.shard for tensor in checkpoint.tensors.values())}
+    files = {Path(config.weights.model_path) / "config.json", *(tensor.shard for tensor in checkpoint.tensors.values())}
     groups = model.groups
     return hash_key(
         PACKED_STATE_VERSION,
         fingerprint(files),
-        config.hf_overrides,
-        config.dtype,
-        config.quantization,
+        config.weights.hf_overrides,
+        config.weights.dtype,
+        config.weights.quantization,
         model.context.backend.instruction_set,
         [groups.mesh.tp, groups.mesh.dp, groups.rank, model.stage.start, model.stage.stop],
         [(placement.logical_of_slot[groups.ep.rank_in_group], placement.num_slices) for placement in placements],
@@ -243,16 +247,17 @@ def cache_share(config: EngineConfig, model: RankModel, items: CachedItems) -> C
 
 def _cache_facts(config: EngineConfig, model: RankModel) -> dict[str, str]:
     """Return all facts that the contents of items depend on, except tokens and the division over ranks."""
-    folder = Path(config.model_path)
+    weights = config.weights
+    folder = Path(weights.model_path)
     files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]
     return {
         "version": str(STORED_ITEMS_VERSION),
         "model": sampled_digest(files),
-        "hf_overrides": json.dumps(config.hf_overrides, sort_keys=True),
-        "dtype": config.dtype,
-        "kv_cache_dtype": "fp8" if config.has_float8_cache else config.dtype,
-        "quantization": str(config.quantization),
-        "device": config.device,
+        "hf_overrides": json.dumps(weights.hf_overrides, sort_keys=True),
+        "dtype": weights.dtype,
+        "kv_cache_dtype": "fp8" if config.cache.has_float8_cache else weights.dtype,
+        "quantization": str(weights.quantization),
+        "device": config.compute.device,
         "kernels": model.context.backend.instruction_set,
-        "block_size": str(config.block_size),
+        "block_size": str(config.cache.block_size),
     }

@@ -8,8 +8,8 @@ import time
 import torch
 
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
-from moeserve.config.resolve import too_few_gpus
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.resolve_parallel import too_few_gpus
 from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.groups import Groups
 from moeserve.errors import SettingsError
@@ -82,8 +82,8 @@ def join(start: RankStart) -> Groups:
     groups = connect(
         mesh_of(config),
         start.rank,
-        Rendezvous(start.store, config.collective_timeout),
-        check_order=config.debug_collectives,
+        Rendezvous(start.store, config.failure.collective_timeout),
+        check_order=config.failure.debug_collectives,
         device=device,
     )
     take_nodes(config, start.rank)
@@ -92,15 +92,15 @@ def join(start: RankStart) -> Groups:
 
 def take_nodes(config: EngineConfig, rank: int) -> None:
     """Bind this thread, and those that it starts, to the NUMA nodes of the rank, if the host has several."""
-    hosts_nodes = usable_nodes() if config.numa_binding else []
-    nodes = nodes_of_rank(hosts_nodes, rank, config.num_ranks, config.num_threads)
+    hosts_nodes = usable_nodes() if config.compute.numa_binding else []
+    nodes = nodes_of_rank(hosts_nodes, rank, config.parallel.num_ranks, config.compute.num_threads)
     if not nodes:
-        if rank == 0 and len(hosts_nodes) > 1 and config.num_ranks > 1:
+        if rank == 0 and len(hosts_nodes) > 1 and config.parallel.num_ranks > 1:
             logger.warning(
                 "%d ranks with num_threads=%d do not fit on NUMA nodes of %s cores, so they are not bound to nodes; "
                 "lower num_threads, or set numa_binding=False",
-                config.num_ranks,
-                config.num_threads,
+                config.parallel.num_ranks,
+                config.compute.num_threads,
                 ", ".join(str(len(node.cores)) for node in hosts_nodes),
             )
         return
@@ -127,11 +127,11 @@ def take_device(config: EngineConfig, rank: int) -> torch.device:
     Raises:
         SettingsError: there are fewer GPUs than ranks.
     """
-    if config.device == "cpu":
+    if config.compute.device == "cpu":
         return torch.device("cpu")
-    index = 0 if config.executor == "ray" else rank
+    index = 0 if config.parallel.executor == "ray" else rank
     num_gpus = torch.cuda.device_count()
     if index >= num_gpus:
-        raise SettingsError(too_few_gpus(config, num_gpus))
+        raise SettingsError(too_few_gpus(config.parallel, num_gpus))
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.kv.layer_cache import CacheNeeds, Places
 from moeserve.kv.rank.cache import count_blocks, free_bytes, measure_step_memory
@@ -30,7 +30,7 @@ def make_probe(model: RankModel, context: StepContext, config: EngineConfig) -> 
     for cache in caches:
         cache.clear()  # because trial steps read positions that were never written
     # All blocks are block 0.
-    table = RequestTable(config.max_num_seqs, context.max_blocks, len(context.rules.tables))
+    table = RequestTable(config.schedule.max_num_seqs, context.max_blocks, len(context.rules.tables))
     drafter, replay = drafter_of(config, shallow, caches), EagerSteps(shallow, caches)
     return ModelRunner(shallow, context, replay, table, appends_samples=False, drafter=drafter)
 
@@ -60,15 +60,19 @@ def require_room_for_steps(config: EngineConfig, probe: ModelRunner) -> None:
     Raises:
         SettingsError: the largest step does not fit.
     """
-    num_tokens, most = LARGE_STEP_TOKENS, min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+    schedule = config.schedule
+    num_tokens, most = (
+        LARGE_STEP_TOKENS,
+        min(schedule.max_num_batched_tokens, schedule.max_num_seqs * schedule.max_model_len),
+    )
     while num_tokens < most:
         run = functools.partial(_run_for_memory, probe, largest_step(config, num_tokens))
-        peak, free = measure_step_memory(run, config.device), free_bytes(config)
+        peak, free = measure_step_memory(run, config.compute.device), free_bytes(config)
         following = min(2 * num_tokens, most)
         cannot_fit = num_tokens >= NUM_PREDICTING and peak * most // num_tokens > 2 * free
         if cannot_fit or peak * following // num_tokens > free:
             raise SettingsError(
-                f"max_num_batched_tokens={config.max_num_batched_tokens} does not fit in memory: a step of "
+                f"max_num_batched_tokens={schedule.max_num_batched_tokens} does not fit in memory: a step of "
                 f"{num_tokens} tokens takes {shown_bytes(peak)}, and {shown_bytes(free)} are free; about "
                 f"{max(num_tokens, free * num_tokens // max(1, peak))} tokens fit"
             )
@@ -80,7 +84,7 @@ def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
 
     A kernel is compiled once for each of a few ranges of row counts.
     """
-    for doublings in range((config.max_num_batched_tokens - 1).bit_length() + 1):
+    for doublings in range((config.schedule.max_num_batched_tokens - 1).bit_length() + 1):
         _run(probe, largest_step(config, 2**doublings))
 
 
@@ -95,21 +99,23 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
         max_tokens: maximum number of tokens, if less than that of the scheduler.
     """
     greedy = RequestParams(temperature=0.0)
-    random = RequestParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
-    num_random = PIECE_SIZE[config.device] // config.vocab_size + 1  # rows sampled at once; more take no more memory
+    random = RequestParams(temperature=1.0, top_p=0.9, logprobs=1 if config.compute.device == "cuda" else None)
+    num_random = (
+        PIECE_SIZE[config.compute.device] // config.texts.vocab_size + 1
+    )  # rows sampled at once; more take no more memory
     chunks: list[Chunk] = []
-    num_left = min(max_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
-    num_chunks = min(config.max_num_seqs, num_left)
+    num_left = min(max_tokens or config.schedule.max_num_batched_tokens, config.schedule.max_num_batched_tokens)
+    num_chunks = min(config.schedule.max_num_seqs, num_left)
     for index in range(num_chunks):
-        length = min(config.max_model_len, num_left - (num_chunks - index - 1))
+        length = min(config.schedule.max_model_len, num_left - (num_chunks - index - 1))
         if index == 0:
-            length = min(length, max(LEAST_LONG_CHUNK, MAX_MASK_SIZE // config.max_model_len))
+            length = min(length, max(LEAST_LONG_CHUNK, MAX_MASK_SIZE // config.schedule.max_model_len))
         num_left -= length
-        context_len = config.max_model_len if index == 0 else length
+        context_len = config.schedule.max_model_len if index == 0 else length
         state = RequestState(
             token_ids=[0] * context_len,
             num_prompt_tokens=context_len,
-            num_blocks=-(-context_len // config.block_size),
+            num_blocks=-(-context_len // config.cache.block_size),
             params=random if index < num_random else greedy,
             seed=0,
             end_token_ids=[],

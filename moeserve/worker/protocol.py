@@ -8,7 +8,7 @@ import msgspec
 
 from moeserve.addresses import StoreAddress
 from moeserve.cache_kind import CacheKind
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.rules import RULES, CacheGroup
 from moeserve.protocol import Transfer, TransferOutcome
@@ -30,12 +30,12 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def samples(self) -> bool:
         """True if this rank samples its replica's tokens."""
-        return self.rank % self.config.ranks_per_replica == sampling_rank(self.config)
+        return self.rank % self.config.parallel.ranks_per_replica == sampling_rank(self.config)
 
     @property
     def answers(self) -> bool:
         """True if this rank sends the outcomes of rounds."""
-        return self.samples or self.config.gathers_reports
+        return self.samples or self.config.failure.debug_rank_state
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -82,18 +82,23 @@ FromRank: TypeAlias = Loaded | Outcome | TransferOutcome
 
 def rank_name(config: EngineConfig, rank: int) -> str:
     """Return the name of a rank for error messages."""
-    if config.num_ranks == 1:
+    if config.parallel.num_ranks == 1:
         return "rank 0"
     at = mesh_of(config).coordinates(rank)
-    stage = f"stage {at.pp}, " if config.pipeline_parallel_size > 1 else ""
+    stage = f"stage {at.pp}, " if config.parallel.pipeline_parallel_size > 1 else ""
     return f"rank {rank} (replica {at.dp}, {stage}tp {at.tp})"
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
     """Return the mesh of all ranks."""
-    return Mesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size, pp=config.pipeline_parallel_size)
+    parallel = config.parallel
+    return Mesh(
+        tp=parallel.tensor_parallel_size,
+        dp=parallel.data_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+    )
 
 
 def sampling_rank(config: EngineConfig) -> int:
     """Return the index, among the ranks of a replica, of the rank that samples: the first rank of the last stage."""
-    return config.ranks_per_replica - config.tensor_parallel_size
+    return config.parallel.ranks_per_replica - config.parallel.tensor_parallel_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
@@ -21,29 +21,34 @@ def require_room(config: EngineConfig, needs: CacheNeeds, free: int) -> None:
     Raises:
         SettingsError: max_num_seqs, kv_cache_memory or kv_host_memory is too large.
     """
-    share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
-    num_blocks = -(-config.max_model_len // config.block_size) * len(needs.rules.tables)
-    tables = config.max_num_seqs * (BYTES_PER_REQUEST + BYTES_PER_BLOCK * num_blocks)
+    schedule, cache = config.schedule, config.cache
+    share = f" for each of {config.parallel.num_ranks} ranks" if config.parallel.num_ranks > 1 else ""
+    num_blocks = -(-schedule.max_model_len // cache.block_size) * len(needs.rules.tables)
+    tables = schedule.max_num_seqs * (BYTES_PER_REQUEST + BYTES_PER_BLOCK * num_blocks)
     states = num_states_of(config) * needs.row_bytes
     if tables + states > free:
-        saved = f" with num_saved_states={config.num_saved_states}" if states else ""
+        saved = f" with num_saved_states={cache.num_saved_states}" if states else ""
         raise SettingsError(
-            f"max_num_seqs={config.max_num_seqs}{saved} does not fit in memory: the tables and states of these "
+            f"max_num_seqs={schedule.max_num_seqs}{saved} does not fit in memory: the tables and states of these "
             f"requests take {shown_bytes(tables + states)}, but {shown_bytes(free)} are free beside the weights"
-            f"{share}; about {config.max_num_seqs * free // (tables + states)} requests fit"
+            f"{share}; about {schedule.max_num_seqs * free // (tables + states)} requests fit"
         )
     left = free - tables - states
-    if config.kv_cache_memory is not None:
-        _require("kv_cache_memory", config.kv_cache_memory, left, share)
-    if config.kv_file is None:
-        on_host = free_memory(config.num_ranks) if config.device == "cuda" else left - (config.kv_cache_memory or 0)
-        _require("kv_host_memory", config.kv_host_memory, on_host, share)
+    if cache.kv_cache_memory is not None:
+        _require("kv_cache_memory", cache.kv_cache_memory, left, share)
+    if config.store.kv_file is None:
+        on_host = (
+            free_memory(config.parallel.num_ranks)
+            if config.compute.device == "cuda"
+            else left - (cache.kv_cache_memory or 0)
+        )
+        _require("kv_host_memory", config.store.kv_host_memory, on_host, share)
 
 
 def num_states_of(config: EngineConfig) -> int:
     """Return the number of rows for recurrent states: one or, with drafts, two per running request, and saved ones."""
-    rows_per_request = 1 if config.speculative_config is None else 2
-    return rows_per_request * config.max_num_seqs + (config.num_saved_states or 0)
+    rows_per_request = 1 if config.schedule.speculative_config is None else 2
+    return rows_per_request * config.schedule.max_num_seqs + (config.cache.num_saved_states or 0)
 
 
 def _require(setting: str, num_bytes: int, left: int, share: str) -> None:

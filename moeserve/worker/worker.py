@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from moeserve.cache_kind import CacheKind
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.groups import Groups
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rank.cache import most_blocks
@@ -86,31 +86,35 @@ class Worker:
     def __init__(self, config: EngineConfig, groups: Groups, *, show_progress: bool) -> None:
         """Load and prepare everything. Collective: all ranks."""
         self.groups = groups
-        set_num_threads(config.num_threads)
+        set_num_threads(config.compute.num_threads)
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model, layers = loaded.model, loaded.model.moe_layers
         self._dispatchers: DispatcherFactory | None = model.dispatchers
-        logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
+        logger.info("loaded %s in %.1f s", config.weights.model_path, time.monotonic() - started)
         # collective: all ranks; all have loaded, so what is free now is left for caches
-        groups.wait_until_loaded(config.load_timeout, started)
+        groups.wait_until_loaded(config.failure.load_timeout, started)
         context = StepContext(
             mesh=groups.mesh,
             tp_rank=groups.tp.rank_in_group,
-            block_size=config.block_size,
-            max_blocks=-(-config.max_model_len // config.block_size),
-            device=torch.device(config.device),
-            halving=HalvingLimits(decode=config.overlap_decode_tokens, prefill=config.overlap_prefill_tokens),
+            block_size=config.cache.block_size,
+            max_blocks=-(-config.schedule.max_model_len // config.cache.block_size),
+            device=torch.device(config.compute.device),
+            halving=HalvingLimits(
+                decode=config.experts.overlap_decode_tokens, prefill=config.experts.overlap_prefill_tokens
+            ),
             rules=model.cache_needs.rules,
         )
         replay = select_replay(config, model, groups, context)
-        rebalances = config.rebalance == "auto" and bool(layers)
+        rebalances = config.experts.rebalance == "auto" and bool(layers)
         reserved_bytes = replay.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
         self.num_blocks = self._count_blocks(config, loaded, context, reserved_bytes)
 
         self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero
-        side_stream = CudaSideStream() if config.device == "cuda" else None
-        self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon, side_stream) if rebalances else None
+        side_stream = CudaSideStream() if config.compute.device == "cuda" else None
+        self.rebalancer = (
+            Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
+        )
         self._load: LoadWindow | None = None  # collected, not yet returned
         caches = self._make_caches(config, model)
         items = CachedItems(model.cache_items, caches, saved_rows_of(config))
@@ -123,18 +127,18 @@ class Worker:
             model,
             context,
             replay.make(caches),
-            RequestTable(config.max_num_seqs, context.max_blocks, len(context.rules.tables)),
-            appends_samples=config.async_scheduling,
-            grammars=grammars_of(config.tokenizer_path, config.vocab_size),
+            RequestTable(config.schedule.max_num_seqs, context.max_blocks, len(context.rules.tables)),
+            appends_samples=config.schedule.async_scheduling,
+            grammars=grammars_of(config.texts.tokenizer_path, config.texts.vocab_size),
             drafter=drafter_of(config, model, caches),
         )
         self.capture_ahead()  # the smallest step, which comes first
         self._num_rounds = 0
         self._previous: StartedRound | None = None
         self._finished_s = 0.0  # when the last step was finished
-        self._reports_state = config.debug_rank_state
+        self._reports_state = config.failure.debug_rank_state
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
-            (logger.warning if config.device == "cpu" else logger.info)(note)
+            (logger.warning if config.compute.device == "cpu" else logger.info)(note)
 
     def _count_blocks(
         self, config: EngineConfig, loaded: LoadedModel, context: StepContext, reserved_bytes: int
@@ -159,7 +163,7 @@ class Worker:
 
     def _make_caches(self, config: EngineConfig, model: RankModel) -> list[Any]:
         """Return the cache of each block of the model."""
-        places = Places(self._groups_of_tables(config, model), config.block_size, num_states_of(config))
+        places = Places(self._groups_of_tables(config, model), config.cache.block_size, num_states_of(config))
         caches = model.make_caches(places)
         if model.context.backend.needs_finite_caches:  # a library's kernel may multiply values behind a context by zero
             for cache in caches:
@@ -168,7 +172,7 @@ class Worker:
 
     def _other_groups(self, config: EngineConfig, model: RankModel) -> list[GroupFacts]:
         """Log the sizes of all cache groups, and return those besides the first."""
-        logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
+        logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.cache.block_size)
         groups = [*self._groups_of_tables(config, model)[1:]]
         if (states := model.cache_needs.rules.rows) is not None:
             groups.append(CacheGroup(states, len(saved_rows_of(config))))
@@ -180,33 +184,35 @@ class Worker:
         self, config: EngineConfig, model: RankModel, items: CachedItems
     ) -> tuple[KVStore | None, StoreFacts]:
         """Open the store behind the KV cache that the config specifies, if any. Collective: all ranks."""
-        if config.kv_folder is not None:
-            folder = Path(config.kv_folder) / store_key(config, model)
-            return FolderStore(items, folder, config.kv_folder_size), StoreFacts(folder=str(folder))
-        if not config.kv_host_memory:
+        store = config.store
+        if store.kv_folder is not None:
+            folder = Path(store.kv_folder) / store_key(config, model)
+            return FolderStore(items, folder, store.kv_folder_size), StoreFacts(folder=str(folder))
+        if not store.kv_host_memory:
             return None, StoreFacts()
         # The store has the cache's number of places of each kind, times the same factor, as large as memory allows.
         num_places = {kind: items.num_places(kind) for kind in CacheKind}
         cache_bytes = sum(number * items.bytes_of(kind) for kind, number in num_places.items())
         for kind, number in num_places.items():
             # A stage without layers of this kind limits no other. collective: all ranks
-            own = config.kv_host_memory * number // cache_bytes if number else sys.maxsize
+            own = store.kv_host_memory * number // cache_bytes if number else sys.maxsize
             shared = self.groups.world.all_reduce_minimum(own)
             num_places[kind] = 0 if shared == sys.maxsize else shared
-        return HostStore(items, num_places, config.kv_file), StoreFacts(num_host_places=num_places)
+        return HostStore(items, num_places, store.kv_file), StoreFacts(num_host_places=num_places)
 
     def _open_to_peers(
         self, config: EngineConfig, model: RankModel, items: CachedItems
     ) -> tuple[BlockSender | None, BlockReceiver | None]:
         """Return the sender and the receiver of items of other engines, or None if the config does not enable them."""
-        if config.kv_transfer_address is None:
+        store = config.store
+        if store.kv_transfer_address is None:
             return None, None
-        key, timeout_s = read_key(config.kv_transfer_key_file), config.kv_transfer_timeout
-        rank, num_ranks = self.groups.rank, config.ranks_per_replica
+        key, timeout_s = read_key(store.kv_transfer_key_file), store.kv_transfer_timeout
+        rank, num_ranks = self.groups.rank, config.parallel.ranks_per_replica
         host, port = listening_address(config, rank)
         share = cache_share(config, model, items)
         nixl: NixlMemory | None = None
-        if config.kv_transfer_backend == "nixl":
+        if store.kv_transfer_backend == "nixl":
             nixl = NixlMemory(items, [tensor.axis for tensor in share.tensors], host)
             share = msgspec.structs.replace(share, has_nixl=True)
         sender = BlockSender(items, share, (host, port), key, timeout_s, nixl.share if nixl else None)
@@ -360,23 +366,25 @@ class Worker:
 def select_replay(config: EngineConfig, model: RankModel, groups: Groups, context: StepContext) -> ReplayFactory:
     """Return the factory of this rank's `StepReplay`. All ranks make the same choice."""
     backend = model.context.backend
-    if backend.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
+    if backend.make_step_graph is not None and not config.compute.enforce_eager and groups.supports_cpu_graphs:
         assert isinstance(model, Decoder), "other models run eagerly"
-        make = functools.partial(CpuGraphs, model, groups=groups, context=context, max_num_seqs=config.max_num_seqs)
+        make = functools.partial(
+            CpuGraphs, model, groups=groups, context=context, max_num_seqs=config.schedule.max_num_seqs
+        )
         return ReplayFactory(reserved_bytes=lambda: MEMORY_BYTES, make=make)
-    if backend.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
+    if backend.supports_cuda_graphs and not config.compute.enforce_eager and groups.supports_cuda_graphs:
 
         def is_capturable(tokens_per_rank: Sequence[int]) -> bool:  # collective: all ranks, over stages
             return bool(groups.pp.all_reduce_minimum(int(model.is_capturable(tokens_per_rank))))
 
-        sizes = graph_sizes(config.max_num_seqs, groups.mesh, is_capturable)
+        sizes = graph_sizes(config.schedule.max_num_seqs, groups.mesh, is_capturable)
         stream = torch.cuda.Stream()
 
         def capture(caches: list[Any], sizes: Sequence[int]) -> CudaGraphs:
             return CudaGraphs(model, caches, context, sizes, TorchCapture(stream))
 
         def reserved_bytes() -> int:
-            if config.kv_cache_memory is not None:
+            if config.cache.kv_cache_memory is not None:
                 return 0
             one_block = model.make_caches(Places.equal(context.rules, 1, context.block_size))
             return memory_of_graphs(functools.partial(capture, one_block), sizes)
@@ -387,7 +395,7 @@ def select_replay(config: EngineConfig, model: RankModel, groups: Groups, contex
 
 def saved_rows_of(config: EngineConfig) -> range:
     """Return the rows of saved states, which come after those of running requests."""
-    return range(config.max_num_seqs, config.max_num_seqs + (config.num_saved_states or 0))
+    return range(config.schedule.max_num_seqs, config.schedule.max_num_seqs + (config.cache.num_saved_states or 0))
 
 
 def note_on_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> str | None:
@@ -396,16 +404,16 @@ def note_on_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) ->
     Without C++ kernels on a CPU, the note also says how to get them.
     """
     reason = None
-    if config.device != "cpu" and not config.batch_invariant:
-        reason = f"device={config.device!r}"
-    elif config.dtype == "float16" and config.device == "cpu":
+    if config.compute.device != "cpu" and not config.compute.batch_invariant:
+        reason = f"device={config.compute.device!r}"
+    elif config.weights.dtype == "float16" and config.compute.device == "cpu":
         reason = "dtype='float16', in which the C++ kernels do not compute"
     elif not backend.is_batch_invariant:
         what = f"torch computes alone, 3 to 5 times slower than moeserve's C++ kernels, which {missing_kernels()}"
         return f"{what}; also, the last bits of a request's results may depend on what runs beside it and on the layout"
     if reason is not None:
         return f"the last bits of a request's results may depend on what runs beside it and on the layout: {reason}"
-    size = config.tensor_parallel_size
+    size = config.parallel.tensor_parallel_size
     if model.keeps_bytes(size):
         return None
     alike = ", ".join(str(other) for other in model.tensor_parallel_sizes if model.keeps_bytes(other))

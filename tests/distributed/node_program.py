@@ -39,7 +39,11 @@ def generate_in_group(bundles: list[dict[str, float]], command: dict[str, Any]) 
     def task() -> dict[str, Any]:
         llm = LLM(**command["settings"])
         try:
-            return {"tokens": generate(llm, command), "groups": living_groups(), "executor": llm.config.executor}
+            return {
+                "tokens": generate(llm, command),
+                "groups": living_groups(),
+                "executor": llm.config.parallel.executor,
+            }
         finally:
             llm.shutdown()
 

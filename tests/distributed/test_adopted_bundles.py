@@ -41,7 +41,7 @@ def test_a_change_uses_free_bundles_alone(reference_named: Callable[[str], Refer
                     found["errors"].append(f"{type(error).__name__}: {error}")
                 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
                 found["tokens"].append([output.outputs[0].token_ids for output in outputs])
-            found["size"] = llm.config.data_parallel_size
+            found["size"] = llm.config.parallel.data_parallel_size
         return found
 
     with ray_with_cpus(5):

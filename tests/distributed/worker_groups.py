@@ -34,8 +34,9 @@ from ranks import Place, Ranks
 from small_steps import MIDDLE, border, bytes_of_tokens
 from torch import Tensor
 
-from moeserve.config.resolve import MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
@@ -168,13 +169,13 @@ def lead(
     story: Story,
 ) -> None:
     """Run a replica and its rank that samples, which computes in a thread."""
-    dp_index, num_replicas = groups.dp.rank_in_group, config.data_parallel_size
+    dp_index, num_replicas = groups.dp.rank_in_group, config.parallel.data_parallel_size
     followers = accept_followers(groups)
     worker = Worker(config, groups, show_progress=False)
     assert num_blocks is None or num_blocks <= worker.num_blocks, (num_blocks, worker.num_blocks)
     num_blocks = num_blocks or worker.num_blocks
     scheduler = new_scheduler(
-        config, [msgspec.structs.replace(worker.facts, num_blocks=num_blocks)] * config.ranks_per_replica
+        config, [msgspec.structs.replace(worker.facts, num_blocks=num_blocks)] * config.parallel.ranks_per_replica
     )
     client = Client(dp_index, num_replicas, timetable, scheduler, random.Random(f"{seed} {dp_index}"), story)
     executor = LeadingExecutor(worker, followers, dp_index, story)
@@ -182,9 +183,9 @@ def lead(
         scheduler.__class__ = faulty_part
     make_replica = faulty_part if isinstance(faulty_part, type) and issubclass(faulty_part, Replica) else Replica
     replica = make_replica(
-        scheduler, index=dp_index, num_replicas=num_replicas, max_rounds=config.max_concurrent_batches
+        scheduler, index=dp_index, num_replicas=num_replicas, max_rounds=config.schedule.max_concurrent_batches
     )
-    process.drive(replica, client, executor, config.step_timeout)
+    process.drive(replica, client, executor, config.failure.step_timeout)
     executor.shutdown()
     story.num_preemptions = scheduler.num_preemptions
     client.check_end()

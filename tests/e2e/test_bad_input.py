@@ -125,12 +125,12 @@ def test_cache_too_small_for_one_request_says_how_many_bytes_it_takes(plain: Ref
     with pytest.raises(CacheTooSmallError, match=r"max_model_len=100 tokens needs 28672 bytes \(256 per token\)"):
         LLM(plain.folder, dtype="float32", max_model_len=100, kv_cache_memory=28671)
     with LLM(plain.folder, dtype="float32", max_model_len=100, kv_cache_memory=28672) as llm:
-        assert llm.config.max_model_len == 100
+        assert llm.config.schedule.max_model_len == 100
 
 
 def test_cache_smaller_than_the_model_lowers_an_open_max_model_len(plain: Reference) -> None:
     with LLM(plain.folder, dtype="float32", kv_cache_memory=4096 * 5) as llm:
-        assert llm.config.max_model_len == 80
+        assert llm.config.schedule.max_model_len == 80
         prompt = plain.prompts(76)[0]
         output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))[0].outputs[0]
         assert (len(output.token_ids), output.finish_reason) == (4, "length")

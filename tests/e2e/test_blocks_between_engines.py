@@ -58,7 +58,7 @@ def test_another_engine_continues(
         assert expected.kv_blocks is None
         source = compute_prompt(prefill)
         assert source.num_blocks == NUM_BLOCKS
-        assert len(source.addresses) == prefill.core.config.ranks_per_replica
+        assert len(source.addresses) == prefill.core.config.parallel.ranks_per_replica
         before = decode.core.replica_stats[0].steps.num_tokens
         (found,) = serve(decode, kv_source=source)
         assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, NUM_BLOCKS * BLOCK)

@@ -124,7 +124,7 @@ def test_weights_as_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     for name in experts:
         assert torch.equal(values_in_mxfp4(kept[name]), exact[name].open.weight_eOI.double()), name
     with LLM(tmp_path / "encoded", num_threads=1, **SETTINGS | {"dtype": "bfloat16"}) as llm:
-        assert llm.core.config.quantization == "mxfp4"  # type: ignore[attr-defined]
+        assert llm.core.config.weights.quantization == "mxfp4"  # type: ignore[attr-defined]
         (output,) = llm.generate(reference.prompts(50), params)
     assert len(output.outputs[0].token_ids) == 4
     assert "stay in mxfp4" in caplog.text

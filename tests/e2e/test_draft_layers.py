@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moeserve import LLM, SamplingParams, SettingsError
-from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.engine.base import new_scheduler

@@ -16,7 +16,7 @@ from reference_models import Reference, in_the_style_of_the_hub
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine import core
 from moeserve.engine.base import new_scheduler
 from moeserve.kv.state_pool import STATE_INTERVAL

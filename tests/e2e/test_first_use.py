@@ -53,7 +53,7 @@ def test_a_start_imports_little_and_an_answer_nothing() -> None:
 def test_overrides_extend_the_context_of_the_default_model() -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}
     with LLM(show_progress=False, hf_overrides={"rope_scaling": scaling}, kv_cache_memory="512MiB") as llm:
-        assert llm.config.max_model_len == 2 * 8192
+        assert llm.config.schedule.max_model_len == 2 * 8192
 
 
 @pytest.mark.skipif(native_kernels() is None, reason="there are no captured steps without the C++ kernels")

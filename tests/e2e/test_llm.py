@@ -49,13 +49,13 @@ def test_the_command_line_answers_with_the_default_model(llm: LLM, capsys: pytes
 
 
 def test_the_known_facts_of_the_default_model_are_those_of_its_files(llm: LLM) -> None:
-    path = llm.config.model_path
+    path = llm.config.weights.model_path
     assert registry.read_facts(path) == dataclasses.replace(default_model.FACTS, path=path)
 
 
 def test_repr_shows_model_dtype_and_layout(llm: LLM) -> None:
     shown = repr(llm)
-    for text in (llm.config.model_path, "bfloat16", "tensor_parallel_size=1", "data_parallel_size=1"):
+    for text in (llm.config.weights.model_path, "bfloat16", "tensor_parallel_size=1", "data_parallel_size=1"):
         assert text in shown
 
 
@@ -192,7 +192,7 @@ def test_a_malformed_conversation_is_refused(llm: LLM) -> None:
 
 def test_the_end_token_of_the_tokenizer_counts_too(llm: LLM, tmp_path: Path) -> None:
     """A fine-tuned checkpoint may still have its base model's end token in config.json, or none."""
-    for file in Path(llm.config.model_path).iterdir():
+    for file in Path(llm.config.weights.model_path).iterdir():
         (tmp_path / file.name).symlink_to(file)
     for name in ("config.json", "generation_config.json"):
         values = json.loads((tmp_path / name).read_text()) | {"eos_token_id": None}

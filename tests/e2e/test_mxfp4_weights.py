@@ -137,7 +137,7 @@ def test_ranks_and_starts_give_the_same_bytes(
 
 def test_dummy_weights(checkpoints: Checkpoints) -> None:
     with LLM(checkpoints.encoded, dtype="bfloat16", load_format="dummy") as llm:
-        assert llm.core.config.quantization == "mxfp4"  # type: ignore[attr-defined]
+        assert llm.core.config.weights.quantization == "mxfp4"  # type: ignore[attr-defined]
         (output,) = llm.generate([[3, 1, 4]], GREEDY)
     assert len(output.outputs[0].token_ids) == 24
 

@@ -150,7 +150,7 @@ def test_refused_methods_say_what_to_do(llm: LLM) -> None:
     assert not isinstance(unknown.value, MoeserveError)
     with pytest.raises(UnsupportedError, match="LLMEngine"):
         llm.llm_engine.collective_rpc("x")  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match=r"model_config .*config\.max_model_len"):
+    with pytest.raises(UnsupportedError, match=r"model_config .*config\.schedule\.max_model_len"):
         llm.llm_engine.model_config  # type: ignore[attr-defined]  # noqa: B018
 
 
@@ -250,7 +250,7 @@ def test_a_random_seed_is_logged_and_repeats_the_output(folder: str, caplog: pyt
 
     def sampled(seed: int | None) -> tuple[int, list[list[int]]]:
         with LLM(folder, seed=seed, **SETTINGS) as llm:
-            return llm.config.seed, token_ids_of(llm.generate([PROMPT], params, use_tqdm=False))
+            return llm.config.weights.seed, token_ids_of(llm.generate([PROMPT], params, use_tqdm=False))
 
     (first_seed, first), (second_seed, second) = sampled(None), sampled(None)
     assert first_seed != second_seed
@@ -358,9 +358,13 @@ def test_engine_args_are_the_arguments_of_an_llm(folder: str) -> None:
     assert engine_args.tensor_parallel_size == 1
     assert EngineArgs.from_cli_args(argparse.Namespace(model=folder, seed=7, **SETTINGS, other=5)) == engine_args
     with LLM(**dataclasses.asdict(engine_args)) as llm:
-        assert (llm.config.seed, llm.config.dtype, llm.config.max_model_len) == (7, "float32", 256)
+        assert (llm.config.weights.seed, llm.config.weights.dtype, llm.config.schedule.max_model_len) == (
+            7,
+            "float32",
+            256,
+        )
     with LLM.from_engine_args(dataclasses.replace(engine_args, seed=8)) as llm:
-        assert llm.config.seed == 8
+        assert llm.config.weights.seed == 8
     with pytest.raises(SettingsError, match="tensor_parallel_siz"):
         EngineArgs(model=folder, tensor_parallel_siz=2)
 
@@ -414,7 +418,7 @@ def test_modules_have_the_names_of_vllms(llm: LLM) -> None:
     assert GuidedDecodingParams is StructuredOutputsParams
     assert issubclass(FlexibleArgumentParser, argparse.ArgumentParser)
     assert 0 < get_open_port() < 2**16
-    assert current_platform.device_type == llm.config.device
+    assert current_platform.device_type == llm.config.compute.device
     assert current_platform.is_cpu()
     assert not any(getattr(current_platform, f"is_{other}")() for other in ("cuda", "cuda_alike", "rocm"))
     cleanup_dist_env_and_memory()

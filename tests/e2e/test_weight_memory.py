@@ -14,7 +14,8 @@ from model_context import cpu_context
 from reference_models import SHAPES, Reference, make_reference, save_large_mixtral
 
 from moeserve import LLM
-from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError

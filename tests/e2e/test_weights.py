@@ -124,7 +124,7 @@ def test_auto_dtype_is_the_checkpoints(plain: Reference, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(plain.folder / "model.safetensors")
     with LLM(tmp_path) as llm:
-        assert llm.config.dtype == "bfloat16"
+        assert llm.config.weights.dtype == "bfloat16"
         dtypes = {weight.dtype for weight in llm.core.executor.worker.runner.model.parameters()}
         assert dtypes == {torch.bfloat16, torch.float32}  # routers stay in float32
 

@@ -31,8 +31,9 @@ from simulated_processes import BUFFER_BYTES, SimulatedProcess
 from virtual_time import World
 
 from moeserve.addresses import StoreAddress
-from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.facts import CheckpointFacts, MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.engine.process import serve
 from moeserve.engine.protocol import EngineMessage
@@ -242,9 +243,9 @@ class _EngineSimulation:
         if self.num_groups == 2 and self.scenario.reload == "fails once":
             raise EngineError("no resources yet")
         group = WorkerGroup(release=self.release)
-        ranks = _Ranks(self.world, self.scenario, config.data_parallel_size)
+        ranks = _Ranks(self.world, self.scenario, config.parallel.data_parallel_size)
         self.engines = []
-        for replica in range(config.data_parallel_size):
+        for replica in range(config.parallel.data_parallel_size):
             start = RankStart(config=config, rank=replica, store=StoreAddress(key=""))
             engine = self.new_process(f"engine of replica {replica}", functools.partial(self.run_engine, start, ranks))
             self.engines.append(engine)
@@ -280,7 +281,7 @@ class _EngineSimulation:
     def run_rank(self, start: RankStart, ranks: _Ranks, process: SimulatedProcess) -> None:
         """Do what `worker.process.run` does."""
         channel = self.channel_class(process.link.theirs, ToRank)
-        table = RequestTable(start.config.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE)
+        table = RequestTable(start.config.schedule.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE)
         hangs = self.num_groups == 2 and self.scenario.reload == "hangs once"
         slow = self.num_groups > 1 and self.scenario.reload == "slow"
         self.world.wait(lambda: False, None if hangs else 0.9 * LOAD_TIMEOUT_S if slow else self.scenario.load_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.generation import Generation
 from moeserve.engine.in_flight import InFlight, RequestsInFlight
 from moeserve.engine.replicas import Replicas
@@ -68,14 +67,14 @@ class ExpectsAQuickStart(Replicas):
     """It declares a process dead that takes long to load."""
 
     def _start(self, config: EngineConfig) -> None:
-        super()._start(dataclasses.replace(config, load_timeout=7))
+        super()._start(config.changed(failure={"load_timeout": 7}))
 
 
 class WaitsForLoadingForEver(Replicas):
     """It has no timeout for loading."""
 
     def _start(self, config: EngineConfig) -> None:
-        super()._start(dataclasses.replace(config, load_timeout=10**9))
+        super()._start(config.changed(failure={"load_timeout": 10**9}))
 
 
 class KeepsOldProcesses(Replicas):

@@ -66,4 +66,4 @@ def test_requests_survive_killed_ranks(
         assert len(caplog.messages) == kill + 1
         if name.startswith("rank "):  # not an actor
             assert f"{name} (replica" in caplog.messages[-1], caplog.messages
-            assert ("stage" in caplog.messages[-1]) == (len(llm.config.pipeline_layers) > 1)
+            assert ("stage" in caplog.messages[-1]) == (len(llm.config.parallel.pipeline_layers) > 1)

@@ -126,7 +126,7 @@ def test_sizes_change_under_load(reference: Reference, executor: str) -> None:
             begun = time.monotonic()
             llm.scale(size)
             seconds = time.monotonic() - begun
-            assert llm.config.data_parallel_size == len(llm.core.replica_stats) == size
+            assert llm.config.parallel.data_parallel_size == len(llm.core.replica_stats) == size
             assert_gone(before)
             load.wait_for(8)
             num_updates = sum(begun < each < begun + seconds for each in load.updates)
@@ -167,7 +167,7 @@ def test_a_ray_cluster_without_room_refuses_a_change(reference: Reference) -> No
         with llm, Load(llm, reference) as load:
             with pytest.raises(ScaleError, match="room"):
                 llm.scale(2)
-            assert llm.config.data_parallel_size == 1
+            assert llm.config.parallel.data_parallel_size == 1
             load.wait_for(4)
 
 
@@ -192,7 +192,7 @@ def test_random_faults_while_the_size_changes(
         llm.scale(2)
         longest_delay_s = time.monotonic() - begun
         for _ in range(num_faults):
-            before = llm.config.data_parallel_size
+            before = llm.config.parallel.data_parallel_size
             after = dice.choice([size for size in (1, 2, 3) if size != before])
             wait_until(lambda size=before: len(members()) == 2 * size)  # type: ignore[misc]
             old = members()
@@ -227,7 +227,7 @@ def test_random_faults_while_the_size_changes(
             is_over.set()
             killer.join()
             load.wait_for(6)
-            found_size = llm.config.data_parallel_size
+            found_size = llm.config.parallel.data_parallel_size
             print(
                 f"{before} -> {after}: {killed or 'nothing'} killed after {delay_s:.2f} s, {found_size} replicas, "
                 f"longest pause {load.longest_pause_s(begun):.2f} s",
@@ -252,11 +252,11 @@ def test_shrink_drops_killed_replicas(reference: Reference, executor: str, num_k
     dice = random.Random(2)
     with serving(executor, reference, 3, on_failure="shrink") as (llm, load):
         for _ in range(num_kills):
-            before = llm.config.data_parallel_size
+            before = llm.config.parallel.data_parallel_size
             begun = time.monotonic()
             dice.choice(living_ranks()).kill()
             load.wait_for(8)
-            after = llm.config.data_parallel_size
+            after = llm.config.parallel.data_parallel_size
             print(f"{before} -> {after}: longest pause {load.longest_pause_s(begun):.2f} s", flush=True)
             assert after == max(1, before - 1)
             if after == 1:

@@ -586,7 +586,7 @@ def test_usage_counts_tokens_that_are_written_to_the_cache(agent_server: Running
     system: Any = [{"type": "text", "text": "Count my tokens. " * 20, "cache_control": {"type": "ephemeral"}}]
     first, second = (client.messages.create(**MESSAGE, system=system).usage for _ in range(2))
     total = client.messages.count_tokens(model=MODEL, messages=HI, system=system).input_tokens
-    block_size = agent_server.llm.config.block_size
+    block_size = agent_server.llm.config.cache.block_size
     assert (first.cache_read_input_tokens, first.input_tokens) == (0, total % block_size)
     assert first.cache_creation_input_tokens == total - total % block_size
     assert second.cache_read_input_tokens
@@ -596,7 +596,7 @@ def test_usage_counts_tokens_that_are_written_to_the_cache(agent_server: Running
 
 
 def test_openais_usage_counts_tokens_that_are_written_to_the_cache(agent_server: RunningServer) -> None:
-    block_size = agent_server.llm.config.block_size
+    block_size = agent_server.llm.config.cache.block_size
     with agent_server.http() as http:
         for path, field, prompt in (
             ("/v1/completions", "prompt", "Write my tokens. " * 20),

@@ -21,7 +21,7 @@ from running_server import MODEL, RunningServer, running
 from tiny_model import save_tiny_model
 
 from moeserve import AsyncLLM
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import EngineError
 from moeserve.server.errors import api_error
 from moeserve.server.keys import Keys

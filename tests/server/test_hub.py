@@ -115,7 +115,7 @@ def test_the_cache_suffices_without_a_network(hub: Hub, monkeypatch: pytest.Monk
     assert find_model(NAME).fetch() == folder
     assert hub.requests == []
     with LLM(NAME) as llm:
-        assert llm.config.model_path == str(folder)
+        assert llm.config.weights.model_path == str(folder)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     assert find_model(NAME).fetch() == folder
@@ -289,8 +289,8 @@ def test_revisions(hub: Hub, model: Path, tmp_path: Path, monkeypatch: pytest.Mo
         assert find_model(NAME, revision=revision).fetch().name == commit
     with LLM(NAME, revision="v1.0") as llm:
         assert llm.get_default_sampling_params().temperature != 0.5
-        assert llm.config.hub_model is not None
-        assert llm.config.hub_model.revision == first
+        assert llm.config.weights.hub_model is not None
+        assert llm.config.weights.hub_model.revision == first
     third = hub.add(NAME, copied(model, tmp_path / "third"))
     assert find_model(NAME).fetch().name == third  # the main branch has moved
     go_offline(monkeypatch)
@@ -441,7 +441,7 @@ def test_a_tokenizer_has_a_name_and_a_revision_of_its_own(hub: Hub, model: Path,
     hub.add("org/plain", plain.folder)
     with LLM("org/plain", tokenizer=NAME, load_format="dummy") as llm:
         assert llm.codec is not None
-        assert llm.config.tokenizer_path.endswith(snapshot_of(hub))
+        assert llm.config.texts.tokenizer_path.endswith(snapshot_of(hub))
     assert not any(name.endswith(".safetensors") for name in hub.fetched())
     hub.repositories[NAME].names = {"old": snapshot_of(hub)}
     assert find_tokenizer(NAME, revision="old")[0].name == snapshot_of(hub)
@@ -456,13 +456,13 @@ def test_hosts_of_a_cluster_have_caches_of_their_own_and_one_commit(
     hub.add(NAME, copied(model, tmp_path / "newer"))  # meanwhile, the main branch moves
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "other host"))
     there = on_this_host(config)
-    assert Path(there.model_path).is_relative_to(tmp_path / "other host")
-    assert Path(there.model_path).name == first
-    assert there.tokenizer_path == there.model_path
+    assert Path(there.weights.model_path).is_relative_to(tmp_path / "other host")
+    assert Path(there.weights.model_path).name == first
+    assert there.texts.tokenizer_path == there.weights.model_path
     hub.requests.clear()
     assert on_this_host(config, only_cached=True) == there
     assert hub.requests == []
-    own = dataclasses.replace(config, hub_model=None)
+    own = config.changed(weights={"hub_model": None})
     assert on_this_host(own) == own
 
 

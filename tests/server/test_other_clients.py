@@ -82,7 +82,7 @@ def test_litellm_and_langchain(tools_server: RunningServer) -> None:
 @pytest.mark.parametrize(("backend", "endpoint"), [("openai", "completions"), ("openai-chat", "chat/completions")])
 def test_benchmark_of_vllm(server: RunningServer, backend: str, endpoint: str, tmp_path: Path) -> None:
     command = [str(VLLM), "-c", BENCH_SERVE, "--backend", backend, "--endpoint", f"/v1/{endpoint}"]
-    command += ["--base-url", server.url, "--model", MODEL, "--tokenizer", server.llm.config.model_path]
+    command += ["--base-url", server.url, "--model", MODEL, "--tokenizer", server.llm.config.weights.model_path]
     command += ["--dataset-name", "random", "--random-input-len", "48", "--random-output-len", "12"]
     command += ["--num-prompts", "24", "--max-concurrency", "8", "--seed", "3", "--ignore-eos"]
     before = server.token_totals()

@@ -19,7 +19,7 @@ import pytest
 from played_replicas import Group, Job, PausingWakeUp, Process, token_of
 from test_engine_restart import config_of
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine import generation, replicas, restart
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import EngineError, ScaleError
@@ -116,9 +116,9 @@ class Story:
         return config_of(num_replicas, self.plot.on_failure)
 
     def start(self, config: EngineConfig) -> WorkerGroup:
-        if (self.refuses_start and self.in_job) or config.data_parallel_size in self.refused_sizes:
+        if (self.refuses_start and self.in_job) or config.parallel.data_parallel_size in self.refused_sizes:
             raise EngineError("no resources")
-        group = Group(config.data_parallel_size, f"{len(self.groups)}", self.lengths)
+        group = Group(config.parallel.data_parallel_size, f"{len(self.groups)}", self.lengths)
         self.groups.append(group)
         if len(self.groups) == 1 or not self.in_job:  # the first start, and a restart, wait until all are ready
             self.num_restarts += len(self.groups) > 1
@@ -263,7 +263,7 @@ class Story:
         succeeded = self.change.done() and self.change.exception() is None
         jobs = tuple(job.num_turns for job in self.jobs)
         change = (self.change.done(), succeeded, jobs, len(self.released), self.refuses_start)
-        engine = (self.engine.config.data_parallel_size, self.engine.has_failed, self.engine.has_work)
+        engine = (self.engine.config.parallel.data_parallel_size, self.engine.has_failed, self.engine.has_work)
         poll = SleepingPoll.latest.is_woken
         client = (self.place, len(self.to_do), tuple(self.ends), tuple(self.aborted), self.is_shut_down, poll)
         return tuple(groups), in_flight, change, engine, client, self.has_fault
@@ -291,7 +291,10 @@ class Story:
         size = self.sizes[error is None]
         if self.plot.on_failure == "shrink" and self.num_restarts:
             size = max(1, size - 1)
-        assert self.engine.config.data_parallel_size == size, (self.engine.config.data_parallel_size, error)
+        assert self.engine.config.parallel.data_parallel_size == size, (
+            self.engine.config.parallel.data_parallel_size,
+            error,
+        )
         assert len(self.engine.replica_stats) == size
         if not self.engine.has_failed:
             assert len(self.alive) in (size, size - self.has_fault), self.alive

@@ -17,7 +17,8 @@ from moeserve.api import engine_thread
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
 from moeserve.api.startup import TextParts
-from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.protocol import Request, RequestUpdate
 from moeserve.telemetry.observer import LoadObserver
@@ -37,7 +38,7 @@ class Engine:
 
     @property
     def refusal(self) -> str:
-        return self._failure if self.config.on_failure == "end" else ""
+        return self._failure if self.config.failure.on_failure == "end" else ""
 
     @property
     def has_work(self) -> bool:

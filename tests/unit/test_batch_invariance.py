@@ -46,12 +46,13 @@ def with_heads(model: ModelConfig, num_heads: int) -> ModelConfig:
     ],
 )
 def test_notes(plain: Reference, change: dict[str, Any], num_heads: int, note: str | None) -> None:
-    config = SimpleNamespace(
+    values = SimpleNamespace(
         **dict(device="cpu", dtype="bfloat16", tensor_parallel_size=1, batch_invariant=False) | change
     )
+    config = SimpleNamespace(weights=values, compute=values, parallel=values)
     model = with_heads(describe(str(plain.folder)).model, num_heads)
-    cpu = select_backend(torch.device("cpu"), getattr(torch, config.dtype))
-    found = note_on_bytes(cast(Any, config), model, cpu if config.device == "cpu" else in_order(TRITON))
+    cpu = select_backend(torch.device("cpu"), getattr(torch, config.weights.dtype))
+    found = note_on_bytes(cast(Any, config), model, cpu if config.compute.device == "cpu" else in_order(TRITON))
     if native_kernels() is None and "device" not in change:
         note = "C\\+\\+ kernels"
     if note is None:

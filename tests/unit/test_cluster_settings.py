@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 from test_config import FACTS
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_cluster, ray_token
-from moeserve.config.resolve import MachineFacts, fit_whole, resolve, wants_ray
-from moeserve.config.settings import EngineConfig, ParallelSettings
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
+from moeserve.config.resolve_parallel import fit_whole, wants_ray
+from moeserve.config.settings import ParallelSettings
 from moeserve.config.validation import parse_settings
 from moeserve.errors import SettingsError
 
@@ -70,19 +73,19 @@ def test_auto_uses_ray_for_more_ranks_than_this_host_can_run(num_cores: int, mos
 
 
 def test_auto_becomes_ray_where_there_are_nodes() -> None:
-    assert decide([4, 4], data_parallel_size=2).executor == "ray"
-    assert decide(None, data_parallel_size=2).executor == "mp"
-    assert decide(None).executor == "uniproc"
+    assert decide([4, 4], data_parallel_size=2).parallel.executor == "ray"
+    assert decide(None, data_parallel_size=2).parallel.executor == "mp"
+    assert decide(None).parallel.executor == "uniproc"
 
 
 @pytest.mark.parametrize("executor", ["mp", "ray"])
 def test_an_executor_that_is_given_is_kept(executor: str) -> None:
-    assert decide(None, data_parallel_size=2, executor=executor).executor == executor
-    assert decide([4, 4], data_parallel_size=2, executor=executor).executor == executor
+    assert decide(None, data_parallel_size=2, executor=executor).parallel.executor == executor
+    assert decide([4, 4], data_parallel_size=2, executor=executor).parallel.executor == executor
 
 
 def test_more_ranks_than_this_host_takes_are_refused_without_nodes_alone() -> None:
-    assert decide([8, 8], data_parallel_size=MOST_RANKS + 1).num_ranks == MOST_RANKS + 1
+    assert decide([8, 8], data_parallel_size=MOST_RANKS + 1).parallel.num_ranks == MOST_RANKS + 1
     with pytest.raises(SettingsError, match=r"at most 12 ranks.* executor='ray'"):
         decide(None, data_parallel_size=MOST_RANKS + 1)
 
@@ -101,7 +104,7 @@ def test_ranks_get_the_most_threads_that_all_of_them_can_have_on_one_node_each(n
     for cores_of_nodes in itertools.product((1, 2, 3, 5, 8), repeat=num_nodes):
         for num_ranks in range(1, min(sum(cores_of_nodes), 9) + 1):
             most = max(n for n in range(1, 9) if has_room(cores_of_nodes, num_ranks, n))
-            found = decide(cores_of_nodes, data_parallel_size=num_ranks).num_threads
+            found = decide(cores_of_nodes, data_parallel_size=num_ranks).compute.num_threads
             assert found == most, (cores_of_nodes, num_ranks)
 
 
@@ -110,23 +113,23 @@ def test_ranks_get_the_most_threads_that_all_of_them_can_have_on_one_node_each(n
 )
 def test_replicas_stay_whole_where_that_is_possible(cores: list[int], tp: int, dp: int, threads: int) -> None:
     """The last ones fit only if one is spread over both nodes."""
-    found = decide(cores, tensor_parallel_size=tp, data_parallel_size=dp).num_threads
+    found = decide(cores, tensor_parallel_size=tp, data_parallel_size=dp).compute.num_threads
     assert found == threads
     assert fit_whole(cores, found, tp, dp) == (dp < 3)
 
 
 def test_threads_that_are_given_are_kept() -> None:
-    assert decide([8, 8], data_parallel_size=2, num_threads=3).num_threads == 3
+    assert decide([8, 8], data_parallel_size=2, num_threads=3).compute.num_threads == 3
 
 
 def test_ranks_for_which_the_nodes_have_no_room_are_refused_with_the_figures() -> None:
-    assert decide([5, 3], data_parallel_size=3, num_threads=2).num_threads == 2
+    assert decide([5, 3], data_parallel_size=3, num_threads=2).compute.num_threads == 2
     with pytest.raises(SettingsError, match=r"data_parallel_size=4.* num_threads=2.* 5, 3 CPUs, room for 3"):
         decide([5, 3], data_parallel_size=4, num_threads=2)
 
 
 def test_every_rank_needs_a_core_where_threads_are_not_given() -> None:
-    assert decide([2, 1], data_parallel_size=3).num_threads == 1
+    assert decide([2, 1], data_parallel_size=3).compute.num_threads == 1
     with pytest.raises(SettingsError, match=r"4 ranks with num_threads=1.* 2, 1 CPUs, room for 3"):
         decide([2, 1], data_parallel_size=4)
 

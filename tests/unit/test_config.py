@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import cache_folder, environment_of_rank
 from moeserve.config.expert_layout import ExpertShape
+from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.needs import Needs
-from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_bytes, parse_settings
 from moeserve.config.vllm_names import NAMES
 from moeserve.errors import SettingsError
@@ -53,23 +54,31 @@ def assert_refused(*named: str, **options: Any) -> None:
 
 def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     config = decide()
-    assert (config.dtype, config.device, config.num_threads) == ("bfloat16", "cpu", 3)
-    assert (config.executor, config.dispatcher, config.attention_backend) == ("uniproc", "local", "triton")
-    assert (config.max_model_len, config.max_model_len_may_shrink) == (512, True)
-    assert config.tokenizer_path == "somewhere"
-    assert decide(has_cuda=True).device == "cpu"  # a GPU is used only on request
+    assert (config.weights.dtype, config.compute.device, config.compute.num_threads) == ("bfloat16", "cpu", 3)
+    assert (config.parallel.executor, config.experts.dispatcher, config.compute.attention_backend) == (
+        "uniproc",
+        "local",
+        "triton",
+    )
+    assert (config.schedule.max_model_len, config.schedule.max_model_len_may_shrink) == (512, True)
+    assert config.texts.tokenizer_path == "somewhere"
+    assert decide(has_cuda=True).compute.device == "cpu"  # a GPU is used only on request
     in_float16 = dataclasses.replace(FACTS, dtype="float16")  # as checkpoints of GPTQ and AWQ often are
-    assert decide(in_float16).dtype == decide(in_float16, quantization="int4").dtype == "bfloat16"
-    assert decide(in_float16, has_kernels=False).dtype == "float32"
-    assert decide(in_float16, dtype="float16").dtype == decide(in_float16, **ON_GPU).dtype == "float16"
+    assert decide(in_float16).weights.dtype == decide(in_float16, quantization="int4").weights.dtype == "bfloat16"
+    assert decide(in_float16, has_kernels=False).weights.dtype == "float32"
+    assert decide(in_float16, dtype="float16").weights.dtype == decide(in_float16, **ON_GPU).weights.dtype == "float16"
     on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="flashinfer", **ON_GPU)
-    assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "flashinfer")
-    assert on_gpu.product_backend == "measured"
+    assert (on_gpu.compute.device, on_gpu.weights.quantization, on_gpu.compute.attention_backend) == (
+        "cuda",
+        "fp8",
+        "flashinfer",
+    )
+    assert on_gpu.compute.product_backend == "measured"
     on_gpu = decide(quantization="fp8", has_kernels=False, product_backend="deep_gemm", **ON_GPU)
-    assert on_gpu.product_backend == "deep_gemm"
+    assert on_gpu.compute.product_backend == "deep_gemm"
     assert_refused("product_backend='deep_gemm'", "quantization=None", product_backend="deep_gemm", **ON_GPU)
     assert_refused("product_backend='deep_gemm'", "device='cpu'", product_backend="deep_gemm")
-    assert "auto" not in {value for name, value in dataclasses.asdict(config).items() if name != "load_format"}
+    assert "auto" not in {value for name, value in config.settings().items() if name != "load_format"}
 
 
 def test_the_name_of_the_checkpoints_own_format_may_be_given() -> None:
@@ -77,7 +86,7 @@ def test_the_name_of_the_checkpoints_own_format_may_be_given() -> None:
         checkpoint = dataclasses.replace(FACTS, quantization=stored)
         assert decide(checkpoint, quantization=given) == decide(checkpoint)
     in_float8 = dataclasses.replace(FACTS, quantization="fp8")
-    assert decide(in_float8, quantization="fp8", **ON_GPU).quantization == "fp8"
+    assert decide(in_float8, quantization="fp8", **ON_GPU).weights.quantization == "fp8"
     in_awq = dataclasses.replace(FACTS, quantization="awq")
     assert_refused("quantization='gptq'", "'awq'", checkpoint=in_awq, quantization="gptq")
     assert_refused("quantization='awq'", "not quantised", quantization="awq")
@@ -86,14 +95,14 @@ def test_the_name_of_the_checkpoints_own_format_may_be_given() -> None:
 
 def test_experts_in_mxfp4_stay_so_where_kernels_read_them() -> None:
     in_mxfp4 = dataclasses.replace(FACTS, has_mxfp4=True)
-    assert decide(in_mxfp4).quantization == "mxfp4"
-    assert decide(in_mxfp4, quantization="mxfp4").quantization == "mxfp4"
-    assert decide(in_mxfp4, quantization="int8").quantization == "int8"
-    assert decide(in_mxfp4, dtype="float32").quantization is None
-    assert decide(in_mxfp4, dtype="float32", quantization="mxfp4").quantization == "mxfp4"
-    assert decide(in_mxfp4, has_kernels=False).quantization is None
-    assert decide(in_mxfp4, has_kernels=False, **ON_GPU).quantization == "mxfp4"
-    assert decide(in_mxfp4, has_triton=False, **ON_GPU).quantization is None
+    assert decide(in_mxfp4).weights.quantization == "mxfp4"
+    assert decide(in_mxfp4, quantization="mxfp4").weights.quantization == "mxfp4"
+    assert decide(in_mxfp4, quantization="int8").weights.quantization == "int8"
+    assert decide(in_mxfp4, dtype="float32").weights.quantization is None
+    assert decide(in_mxfp4, dtype="float32", quantization="mxfp4").weights.quantization == "mxfp4"
+    assert decide(in_mxfp4, has_kernels=False).weights.quantization is None
+    assert decide(in_mxfp4, has_kernels=False, **ON_GPU).weights.quantization == "mxfp4"
+    assert decide(in_mxfp4, has_triton=False, **ON_GPU).weights.quantization is None
     assert_refused("'mxfp4'", "somewhere", quantization="mxfp4")
     assert_refused("'float16'", checkpoint=in_mxfp4, quantization="mxfp4", dtype="float16")
 
@@ -101,11 +110,11 @@ def test_experts_in_mxfp4_stay_so_where_kernels_read_them() -> None:
 def test_given_values_are_kept() -> None:
     options = dict(dtype="float32", max_model_len=100, max_num_seqs=3, max_num_batched_tokens=9, num_threads=1, seed=4)
     config = decide(**options)
-    assert {name: getattr(config, name) for name in options} == options
-    assert not config.max_model_len_may_shrink
-    assert decide(tokenizer=Path("elsewhere")).tokenizer_path == "elsewhere"
-    assert decide(data_parallel_size=2, num_threads=5).num_threads == 5
-    assert decide(executor="mp").executor == "mp"
+    assert config.settings().items() >= options.items()
+    assert not config.schedule.max_model_len_may_shrink
+    assert decide(tokenizer=Path("elsewhere")).texts.tokenizer_path == "elsewhere"
+    assert decide(data_parallel_size=2, num_threads=5).compute.num_threads == 5
+    assert decide(executor="mp").parallel.executor == "mp"
 
 
 @pytest.mark.parametrize(
@@ -226,13 +235,30 @@ def test_numbers_too_long_to_print_are_refused() -> None:
 
 def test_layers_are_divided_into_stages() -> None:
     one = decide()
-    assert (one.pipeline_layers, one.async_scheduling, one.max_concurrent_batches) == ((7,), True, 2)
+    assert (one.parallel.pipeline_layers, one.schedule.async_scheduling, one.schedule.max_concurrent_batches) == (
+        (7,),
+        True,
+        2,
+    )
     three = decide(pipeline_parallel_size=3)
-    assert (three.pipeline_layers, three.async_scheduling, three.max_concurrent_batches) == ((3, 2, 2), False, 3)
-    assert (three.executor, three.num_ranks, three.num_threads, three.dispatcher) == ("mp", 3, 1, "local")
+    assert (three.parallel.pipeline_layers, three.schedule.async_scheduling, three.schedule.max_concurrent_batches) == (
+        (3, 2, 2),
+        False,
+        3,
+    )
+    assert (three.parallel.executor, three.parallel.num_ranks, three.compute.num_threads, three.experts.dispatcher) == (
+        "mp",
+        3,
+        1,
+        "local",
+    )
     given = decide(pipeline_parallel_size=2, pipeline_layers=[1, 6], data_parallel_size=2, tensor_parallel_size=2)
-    assert (given.pipeline_layers, given.num_ranks, given.dispatcher) == ((1, 6), 8, "shared_memory")
-    assert decide(pipeline_parallel_size=2, max_concurrent_batches=1).max_concurrent_batches == 1
+    assert (given.parallel.pipeline_layers, given.parallel.num_ranks, given.experts.dispatcher) == (
+        (1, 6),
+        8,
+        "shared_memory",
+    )
+    assert decide(pipeline_parallel_size=2, max_concurrent_batches=1).schedule.max_concurrent_batches == 1
 
 
 @pytest.mark.parametrize(
@@ -240,40 +266,42 @@ def test_layers_are_divided_into_stages() -> None:
 )
 def test_ranks_share_the_cores(tp: int, dp: int, num_cores: int, num_threads: int) -> None:
     config = decide(tensor_parallel_size=tp, data_parallel_size=dp, num_cores=num_cores)
-    assert (config.num_ranks, config.num_threads) == (tp * dp, num_threads)
-    assert config.executor == ("uniproc" if tp * dp == 1 else "mp")
+    assert (config.parallel.num_ranks, config.compute.num_threads) == (tp * dp, num_threads)
+    assert config.parallel.executor == ("uniproc" if tp * dp == 1 else "mp")
 
 
 def test_a_single_rank_that_may_restart_has_a_process() -> None:
-    assert decide(on_failure="restart").executor == "mp"
+    assert decide(on_failure="restart").parallel.executor == "mp"
 
 
 def test_experts_are_placed_by_loads_or_by_a_file() -> None:
-    assert decide(data_parallel_size=3, num_redundant_experts=10).num_redundant_experts == 10
-    assert decide(data_parallel_size=2, rebalance="places.json").rebalance == "off"
+    assert decide(data_parallel_size=3, num_redundant_experts=10).experts.num_redundant_experts == 10
+    assert decide(data_parallel_size=2, rebalance="places.json").experts.rebalance == "off"
     for rebalance in ("off", "auto"):
-        assert decide(data_parallel_size=2, rebalance=rebalance, expert_loads="loads.json").rebalance == rebalance
-    assert decide(**ON_GPUS).rebalance == "off"
-    assert decide(**ON_GPUS, rebalance="auto").rebalance == "auto"
+        assert (
+            decide(data_parallel_size=2, rebalance=rebalance, expert_loads="loads.json").experts.rebalance == rebalance
+        )
+    assert decide(**ON_GPUS).experts.rebalance == "off"
+    assert decide(**ON_GPUS, rebalance="auto").experts.rebalance == "auto"
 
 
 def test_each_rank_needs_its_own_gpu_except_with_ray() -> None:
-    assert decide(**dict(ON_GPUS, num_gpus=4), tensor_parallel_size=2).num_ranks == 4
-    assert decide(**ON_GPU, has_nccl=False).num_ranks == 1  # has no other rank to communicate with
-    assert decide(num_gpus=0, has_nccl=False, data_parallel_size=2).device == "cpu"
+    assert decide(**dict(ON_GPUS, num_gpus=4), tensor_parallel_size=2).parallel.num_ranks == 4
+    assert decide(**ON_GPU, has_nccl=False).parallel.num_ranks == 1  # has no other rank to communicate with
+    assert decide(num_gpus=0, has_nccl=False, data_parallel_size=2).compute.device == "cpu"
     config = decide(**dict(ON_GPUS, num_gpus=1), executor="ray", cores_of_nodes=[8, 8])
-    assert (config.num_ranks, config.executor) == (2, "ray")
+    assert (config.parallel.num_ranks, config.parallel.executor) == (2, "ray")
 
 
 def test_dispatcher_follows_device_and_ranks() -> None:
-    assert decide(**ON_GPUS).dispatcher == "deepep"
-    assert decide(**ON_GPUS).dispatcher_may_change
-    assert not decide(**ON_GPUS, dispatcher="deepep").dispatcher_may_change
-    assert decide(**ON_GPUS, dispatcher="all_to_all").dispatcher == "all_to_all"
-    assert decide(**ON_GPU).dispatcher == "local"
-    assert decide(data_parallel_size=2).dispatcher == "shared_memory"
-    assert decide(**ON_GPUS).deepep_api is None
-    assert decide(**ON_GPUS, deepep_api="legacy").deepep_api == "legacy"
+    assert decide(**ON_GPUS).experts.dispatcher == "deepep"
+    assert decide(**ON_GPUS).experts.dispatcher_may_change
+    assert not decide(**ON_GPUS, dispatcher="deepep").experts.dispatcher_may_change
+    assert decide(**ON_GPUS, dispatcher="all_to_all").experts.dispatcher == "all_to_all"
+    assert decide(**ON_GPU).experts.dispatcher == "local"
+    assert decide(data_parallel_size=2).experts.dispatcher == "shared_memory"
+    assert decide(**ON_GPUS).experts.deepep_api is None
+    assert decide(**ON_GPUS, deepep_api="legacy").experts.deepep_api == "legacy"
 
 
 def test_threads_wait_passively_if_they_outnumber_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +325,8 @@ def test_several_ranks_do_not_bind_their_threads_to_the_same_cores(monkeypatch: 
 )
 def test_amounts_of_memory(amount: int | str, num_bytes: int) -> None:
     assert parse_bytes("kv_cache_memory", amount) == num_bytes
-    assert decide(packed_cache=amount).packed_cache == num_bytes
-    assert decide(packed_cache=0).packed_cache == 0
+    assert decide(packed_cache=amount).weights.packed_cache == num_bytes
+    assert decide(packed_cache=0).weights.packed_cache == 0
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +356,7 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_names_and_values_of_vllm_are_translated(option: str, value: object, ours: dict[str, Any]) -> None:
     config = decide(**{option: value})
-    assert {name: getattr(config, name) for name in ours} == ours
+    assert config.settings().items() >= ours.items()
 
 
 def test_overlap() -> None:
@@ -339,7 +367,7 @@ def test_overlap() -> None:
 
     def limits(**options: Any) -> tuple[int | None, int | None]:
         config = decide(data_parallel_size=2, executor="mp", **options)
-        return config.overlap_decode_tokens, config.overlap_prefill_tokens
+        return config.experts.overlap_decode_tokens, config.experts.overlap_prefill_tokens
 
     assert limits() == limits(dbo_decode_token_threshold=8) == limits(enable_dbo=False) == (None, None)
     assert limits(overlap_prefill_tokens=7) == (None, 7)
@@ -348,7 +376,7 @@ def test_overlap() -> None:
     assert_refused("overlap_decode_tokens=9", enable_dbo=True, overlap_decode_tokens=9)
     for options in (dict(overlap_decode_tokens=9), dict(enable_dbo=True, pipeline_parallel_size=2)):
         assert_refused("overlap_decode_tokens", "single rank", **options)
-    assert decide(overlap_decode_tokens=9, **ON_GPUS).overlap_decode_tokens == 9
+    assert decide(overlap_decode_tokens=9, **ON_GPUS).experts.overlap_decode_tokens == 9
     assert_refused("'flashinfer'", attention_backend="flashinfer", overlap_prefill_tokens=9, **ON_GPUS)
     tp = ON_GPUS | dict(tensor_parallel_size=2, data_parallel_size=1)
     assert_refused("tensor_parallel_size=2", overlap_decode_tokens=9, **tp)
@@ -356,16 +384,16 @@ def test_overlap() -> None:
 
 def test_a_stage_begins_with_a_layer_that_chooses_its_own_positions() -> None:
     sharing = dataclasses.replace(FACTS, first_layers=frozenset({0, 1, 3, 6}))
-    assert decide(sharing).pipeline_layers == (7,)
-    assert decide(sharing, pipeline_parallel_size=2, pipeline_layers=[3, 4]).pipeline_layers == (3, 4)
+    assert decide(sharing).parallel.pipeline_layers == (7,)
+    assert decide(sharing, pipeline_parallel_size=2, pipeline_layers=[3, 4]).parallel.pipeline_layers == (3, 4)
     with pytest.raises(SettingsError, match=r"pipeline_layers=\[4, 3\]: .* layer 4.* layers 0, 1, 3, 6"):
         decide(sharing, pipeline_parallel_size=2)
 
 
 def test_kv_cache_dtype() -> None:
-    assert not decide(kv_cache_dtype="auto").has_float8_cache
-    assert decide(kv_cache_dtype="fp8").has_float8_cache
-    assert decide(kv_cache_dtype="fp8_e4m3").has_float8_cache
+    assert not decide(kv_cache_dtype="auto").cache.has_float8_cache
+    assert decide(kv_cache_dtype="fp8").cache.has_float8_cache
+    assert decide(kv_cache_dtype="fp8_e4m3").cache.has_float8_cache
     assert_refused("'fp8_e5m2'", "'fp8_e4m3'", kv_cache_dtype="fp8_e5m2")
     assert_refused(
         "attention_backend='flashinfer'",
@@ -375,14 +403,14 @@ def test_kv_cache_dtype() -> None:
         **ON_GPU,
     )
     latent = dataclasses.replace(FACTS, needs=Needs(fits_float8_cache=False))
-    assert not decide(latent).has_float8_cache
+    assert not decide(latent).cache.has_float8_cache
     with pytest.raises(SettingsError, match=r"kv_cache_dtype='fp8' .* latent attention"):
         decide(latent, kv_cache_dtype="fp8")
 
 
 def test_models_without_kernels_for_gpus_are_refused_there() -> None:
     facts = dataclasses.replace(FACTS, needs=Needs(without_gpu_kernels="a part"))
-    assert decide(facts).device == "cpu"
+    assert decide(facts).compute.device == "cpu"
     with pytest.raises(SettingsError, match=r"device='cuda': a part"):
         decide(facts, **ON_GPU)
 
@@ -408,14 +436,14 @@ def test_batch_invariant_refuses_what_excludes_it(options: dict[str, Any], named
 
 def test_batch_invariant_excludes_compressed_entries_on_gpus() -> None:
     facts = dataclasses.replace(FACTS, needs=Needs(without_gpu_order="hyper-connections"))
-    assert decide(facts, **ON_GPU, has_triton=True).device == "cuda"
+    assert decide(facts, **ON_GPU, has_triton=True).compute.device == "cuda"
     assert_refused("batch_invariant=True", checkpoint=facts, batch_invariant=True, **ON_GPU)
 
 
 def test_batch_invariant_uses_no_kernels_with_an_order_of_their_own() -> None:
-    assert decide(batch_invariant=True, tensor_parallel_size=2, executor="mp").batch_invariant
-    assert decide(**ON_GPUS).dispatcher == "deepep"
-    assert decide(batch_invariant=True, dtype="float16", **ON_GPUS).dispatcher == "all_to_all"
+    assert decide(batch_invariant=True, tensor_parallel_size=2, executor="mp").compute.batch_invariant
+    assert decide(**ON_GPUS).experts.dispatcher == "deepep"
+    assert decide(batch_invariant=True, dtype="float16", **ON_GPUS).experts.dispatcher == "all_to_all"
 
 
 @pytest.mark.parametrize(
@@ -441,8 +469,8 @@ def test_settings_of_vllm_without_effect_are_accepted_with_a_warning(
 
 def test_gpu_memory_utilization_has_an_effect_on_gpus_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert decide(**ON_GPU).gpu_memory_utilization == 0.9
-        assert decide(gpu_memory_utilization=0.5, **ON_GPU).gpu_memory_utilization == 0.5
+        assert decide(**ON_GPU).cache.gpu_memory_utilization == 0.9
+        assert decide(gpu_memory_utilization=0.5, **ON_GPU).cache.gpu_memory_utilization == 0.5
         assert not caplog.records
         decide(gpu_memory_utilization=0.5)
     assert "gpu_memory_utilization=0.5" in caplog.text
@@ -450,9 +478,9 @@ def test_gpu_memory_utilization_has_an_effect_on_gpus_alone(caplog: pytest.LogCa
 
 def test_a_gpu_without_bfloat16_computes_in_other_dtypes() -> None:
     for dtype in ("float16", "float32"):
-        assert decide(dtype=dtype, has_bfloat16=False, **ON_GPU).dtype == dtype
-    assert decide(dataclasses.replace(FACTS, dtype="float16"), has_bfloat16=False, **ON_GPU).dtype == "float16"
-    assert decide(has_bfloat16=False).dtype == "bfloat16", "that of a CPU"
+        assert decide(dtype=dtype, has_bfloat16=False, **ON_GPU).weights.dtype == dtype
+    assert decide(dataclasses.replace(FACTS, dtype="float16"), has_bfloat16=False, **ON_GPU).weights.dtype == "float16"
+    assert decide(has_bfloat16=False).weights.dtype == "bfloat16", "that of a CPU"
 
 
 def test_slices_of_experts_need_no_other_dispatcher() -> None:
@@ -461,17 +489,17 @@ def test_slices_of_experts_need_no_other_dispatcher() -> None:
     on_two = dict(tensor_parallel_size=2, executor="mp")
     for named in ({}, dict(expert_parallel=False), dict(enable_expert_parallel=False)):
         sliced = decide(checkpoint, **on_two, **named)
-        assert (sliced.expert_parallel, sliced.dispatcher) == (False, "allgather")
+        assert (sliced.experts.expert_parallel, sliced.experts.dispatcher) == (False, "allgather")
     for named in (dict(expert_parallel=True), dict(enable_expert_parallel=True)):
         whole = decide(checkpoint, **on_two, **named)
-        assert (whole.expert_parallel, whole.dispatcher) == (True, "shared_memory")
+        assert (whole.experts.expert_parallel, whole.experts.dispatcher) == (True, "shared_memory")
     assert_refused("data_parallel_size=2", checkpoint=checkpoint, data_parallel_size=2, expert_parallel=False)
 
 
 def test_a_setting_and_its_name_in_vllm_must_agree() -> None:
     agreeing = {"kv_cache_memory": "4KiB", "kv_cache_memory_bytes": 4096, "distributed_executor_backend": None}
     config = decide(**agreeing, executor="mp")
-    assert (config.kv_cache_memory, config.executor) == (4096, "mp")
+    assert (config.cache.kv_cache_memory, config.parallel.executor) == (4096, "mp")
     assert_refused("executor='mp'", executor="mp", distributed_executor_backend="uni")
     assert_refused("expert_parallel=False", expert_parallel=False, enable_expert_parallel=True)
     assert_refused("kv_cache_memory='4KiB'", **(agreeing | {"kv_cache_memory_bytes": 4097}))

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from test_config import FACTS
 
-from moeserve.config.resolve import MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.engine import generation, in_flight, restart
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
@@ -104,7 +105,7 @@ class Machine:
 
     def start(self, config: EngineConfig) -> WorkerGroup:
         self.num_starts += 1
-        self.sizes.append(config.data_parallel_size)
+        self.sizes.append(config.parallel.data_parallel_size)
         if self.faults:
             raise self.faults.pop(0)
         if self.lasting_fault:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import pair_prompts
 from moeserve.api.tokenizer import TextCodec
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError
 from moeserve.models.checkpoint.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob, RequestOutput

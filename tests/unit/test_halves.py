@@ -86,6 +86,7 @@ def test_halves_of_all_sizes_run_before_serving(halving: HalvingLimits) -> None:
     )
     runner = ModelRunner(model, context, EagerSteps(model, []), RequestTable(3, 4), appends_samples=False)
     sizes = dict(max_num_batched_tokens=20, max_num_seqs=3, max_model_len=64, block_size=16)
-    run_all_sizes(runner, cast(Any, SimpleNamespace(**sizes, device="cpu", vocab_size=10)))
+    values = SimpleNamespace(**sizes, device="cpu", vocab_size=10)
+    run_all_sizes(runner, cast(Any, SimpleNamespace(schedule=values, cache=values, compute=values, texts=values)))
     whole = [1, 2, 4, 8, 16, 20]
     assert sorted(model.seen) == sorted([(size, False) for size in whole] + [(size, True) for size in (8, 16, 20)])

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.facts import CheckpointFacts, MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.errors import CacheTooSmallError
 from moeserve.kv.layer_cache import CacheNeeds

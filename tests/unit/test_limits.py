@@ -18,7 +18,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend
 from moeserve.api.logprobs import PromptLogprobs
 from moeserve.api.tokenizer import TextCodec
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError
 from moeserve.kv.requests import RequestCache
 from moeserve.models.checkpoint.tokenizer_files import LoadedTokenizer

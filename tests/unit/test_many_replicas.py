@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from test_engine_restart import CONFIG
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.replicas import Replicas
 from moeserve.processes.channel import Channel

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 from test_config import FACTS
 
-from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.engine.effects import completed
 from moeserve.errors import DistributedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore
 
-from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.facts import CheckpointFacts, MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed import nccl, symmetric_memory
 from moeserve.distributed.coordinator import GroupConnection
@@ -424,7 +425,7 @@ def test_each_rank_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) 
     on_gpus = config(device="cuda", tensor_parallel_size=2, data_parallel_size=2)
     assert [take_device(on_gpus, rank) for rank in range(4)] == [torch.device("cuda", rank) for rank in range(4)]
     assert take_device(config(data_parallel_size=2), 1) == torch.device("cpu")
-    assert take_device(replace(on_gpus, executor="ray"), 3) == torch.device("cuda", 0)
+    assert take_device(on_gpus.changed(parallel={"executor": "ray"}), 3) == torch.device("cuda", 0)
     assert taken == [0, 1, 2, 3, 0]
 
 

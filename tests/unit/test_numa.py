@@ -33,6 +33,12 @@ def write_nodes(folder: Path, cores_of_node: dict[int, str]) -> Path:
     return folder
 
 
+def two_ranks(num_threads: int, numa_binding: bool = True) -> Any:
+    """Return the part of a config that `take_nodes` reads."""
+    values = SimpleNamespace(num_ranks=2, num_threads=num_threads, numa_binding=numa_binding)
+    return SimpleNamespace(parallel=values, compute=values)
+
+
 @needs_linux
 def test_nodes_have_the_cores_that_this_process_may_use(tmp_path: Path) -> None:
     first, *others = sorted(os.sched_getaffinity(0))
@@ -149,7 +155,7 @@ def test_ranks_take_their_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process, "usable_nodes", lambda: usable_nodes(folder))
 
     def cores_of(rank: int, *, numa_binding: bool = True) -> set[int]:
-        config = cast(Any, SimpleNamespace(num_ranks=2, num_threads=1, numa_binding=numa_binding))
+        config = two_ranks(num_threads=1, numa_binding=numa_binding)
 
         def take() -> set[int]:
             process.take_nodes(config, rank)
@@ -171,7 +177,7 @@ def test_ranks_that_do_not_fit_on_the_nodes_say_so(
     folder = write_nodes(tmp_path, {0: str(cores[0]), 1: str(cores[1])})
     monkeypatch.setattr(process, "usable_nodes", lambda: usable_nodes(folder))
     for rank in range(2):
-        process.take_nodes(cast(Any, SimpleNamespace(num_ranks=2, num_threads=2, numa_binding=True)), rank)
+        process.take_nodes(two_ranks(num_threads=2), rank)
     assert [record.message for record in caplog.records] == [
         "2 ranks with num_threads=2 do not fit on NUMA nodes of 1, 1 cores, so they are not bound to nodes; "
         "lower num_threads, or set numa_binding=False"

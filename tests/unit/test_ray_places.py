@@ -14,8 +14,9 @@ import ray
 from ray.util import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from moeserve.config.resolve import MachineFacts, resolve
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import EngineError, SettingsError

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError
 from moeserve.protocol import CacheChanges, CacheStart, Registration, Request, StepPlan
 from moeserve.sampling_params import GuidedDecodingParams, RequestParams, SamplingParams

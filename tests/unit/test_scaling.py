@@ -9,7 +9,7 @@ from played_replicas import Group
 from scaling_story import Plot, Story, go_on, patch_waits
 from test_engine_restart import config_of
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.engine import restart
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError
@@ -33,7 +33,7 @@ def test_a_new_replica_that_dies_after_it_was_ready(killed: str) -> None:
 
 class ListensOnAPort(Story):
     def config_of(self, num_replicas: int) -> EngineConfig:
-        return dataclasses.replace(super().config_of(num_replicas), kv_transfer_address="127.0.0.1:7000")
+        return super().config_of(num_replicas).changed(store={"kv_transfer_address": "127.0.0.1:7000"})
 
 
 def test_two_generations_cannot_listen_on_one_port() -> None:
@@ -84,7 +84,7 @@ class GpuStory(Story):
     """An engine whose devices hold one generation."""
 
     def config_of(self, num_replicas: int) -> EngineConfig:
-        return dataclasses.replace(super().config_of(num_replicas), device="cuda")
+        return super().config_of(num_replicas).changed(compute={"device": "cuda"})
 
 
 def test_on_gpus_the_old_processes_end_first() -> None:
@@ -117,10 +117,10 @@ def test_shrink_drops_a_replica_at_each_failure_and_when_starts_fail_for_long(
         return config_of(num_replicas, "shrink")
 
     def start(config: EngineConfig) -> WorkerGroup:
-        sizes.append(config.data_parallel_size)
+        sizes.append(config.parallel.data_parallel_size)
         if 1 < len(sizes) <= 1 + num_refused:
             raise EngineError("a node has died")
-        groups.append(Group(config.data_parallel_size, str(len(groups)), {}))
+        groups.append(Group(config.parallel.data_parallel_size, str(len(groups)), {}))
         for process in groups[-1].processes:
             process.load()
         return groups[-1].workers()
@@ -130,7 +130,7 @@ def test_shrink_drops_a_replica_at_each_failure_and_when_starts_fail_for_long(
         groups[-1].processes[-1].kill()
         engine.step()
     assert sizes == expected
-    assert engine.config.data_parallel_size == len(engine.replica_stats) == 1
+    assert engine.config.parallel.data_parallel_size == len(engine.replica_stats) == 1
     engine.shutdown()
 
 

@@ -23,7 +23,9 @@ def _default_interval() -> Iterator[None]:
 
 
 def start_and_end(device: str) -> None:
-    engine = SimpleNamespace(config=SimpleNamespace(device=device), refusal="", cancel_restart=lambda: None)
+    engine = SimpleNamespace(
+        config=SimpleNamespace(compute=SimpleNamespace(device=device)), refusal="", cancel_restart=lambda: None
+    )
     session: Any = SimpleNamespace(engine=engine, poll=list, has_work=False, wake=lambda: None, shutdown=lambda: None)
     AsyncLLM.of_session(cast(Any, session), TextParts(None, SamplingParams(), [])).shutdown()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from reference_models import Reference
 
-from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.models.registry import read_facts

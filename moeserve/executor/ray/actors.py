@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeserve.addresses import address_on
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.store_server import start_store
 from moeserve.errors import EngineError
 from moeserve.executor.ray.errors import exit_cause, first_line
@@ -149,7 +149,7 @@ class RankActor(ActorProcess):
             from moeserve.worker.worker import Worker
 
             start = msgspec.msgpack.decode(data, type=RankStart)
-            self._num_threads, self._answers = start.config.num_threads, start.answers
+            self._num_threads, self._answers = start.config.compute.num_threads, start.answers
             config = on_this_host(start.config, only_cached=True)
             groups = join(start)
             with refusing_what_cannot_be_allocated(config):

@@ -38,7 +38,7 @@ class RayExecutor:
         self.name = ", ".join(rank_name(config, start.rank) for start in starts)
         first = sampling_rank(config)
         self._ranks = [*ranks[first:], *ranks[:first]]  # starts with the rank that samples
-        self._timeout_s = config.step_timeout + SECONDS_OF_SILENCE  # the ranks' own timeouts name the rank
+        self._timeout_s = config.failure.step_timeout + SECONDS_OF_SILENCE  # the ranks' own timeouts name the rank
         loading = [
             rank.start.remote(msgspec.msgpack.encode(start), show_progress=show_progress and start.rank == 0)
             for rank, start in zip(ranks, starts, strict=True)
@@ -47,8 +47,10 @@ class RayExecutor:
             self.loaded = [msgspec.msgpack.decode(answer, type=Loaded) for answer in ray.get(loading)]
         except RayError as error:
             raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
-        num_in_flight = config.max_concurrent_batches
-        self._graph = _compiled(self._ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
+        num_in_flight = config.schedule.max_concurrent_batches
+        self._graph = (
+            _compiled(self._ranks, self._timeout_s, num_in_flight) if config.parallel.ray_compiled_graph else None
+        )
         self._sent: SimpleQueue[Any] = SimpleQueue()  # pending answers to rounds; None: the executor shuts down
         self._outcomes = OutcomeQueue(len(ranks))
         threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()

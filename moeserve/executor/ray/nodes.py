@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import ray
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.hub_name import parse_hub_name
-from moeserve.config.settings import EngineConfig
 from moeserve.errors import MoeserveError, SettingsError
 from moeserve.machine import installed_version
 
@@ -59,7 +59,7 @@ def facts_of_rank(config: EngineConfig) -> NodeFacts:
         config = on_this_host(config)
     except MoeserveError as error:
         return msgspec.structs.replace(own_facts(None), unreadable=str(error))
-    return own_facts(config.model_path)
+    return own_facts(config.weights.model_path)
 
 
 def own_facts(model: str | None) -> NodeFacts:

@@ -16,8 +16,8 @@ from ray.util.placement_group import (
     placement_group_table,
 )
 
-from moeserve.config.resolve import fit_whole
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
+from moeserve.config.resolve_parallel import fit_whole
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.ray.nodes import Node
@@ -56,15 +56,17 @@ def reserve(
         SettingsError: the adopted group is too small.
         EngineError: the cluster, or the adopted group, has too few free resources.
     """
-    nodes, sizes = list_nodes(), (config.ranks_per_replica, config.tensor_parallel_size)
-    bundle = {"CPU": float(config.num_threads)} | ({"GPU": 1.0} if config.device == "cuda" else {})
+    nodes, sizes = list_nodes(), (config.parallel.ranks_per_replica, config.parallel.tensor_parallel_size)
+    bundle = {"CPU": float(config.compute.num_threads)} | ({"GPU": 1.0} if config.compute.device == "cuda" else {})
     if adopted is not None:
-        free = _free_places(adopted, bundle, list_nodes, config.num_ranks)
-        return whole_groups_first(free, *sizes)[: config.num_ranks]
+        free = _free_places(adopted, bundle, list_nodes, config.parallel.num_ranks)
+        return whole_groups_first(free, *sizes)[: config.parallel.num_ranks]
     cores = [node.cores for node in nodes]
-    fitting = [size for size in sizes if fit_whole(cores, config.num_threads, size, config.num_ranks // size)]
+    fitting = [
+        size for size in sizes if fit_whole(cores, config.compute.num_threads, size, config.parallel.num_ranks // size)
+    ]
     size, strategy = (fitting[0], "STRICT_PACK") if fitting else (sizes[0], "PACK")
-    for _ in range(config.num_ranks // size):
+    for _ in range(config.parallel.num_ranks // size):
         name = f"moeserve-{secrets.token_hex(4)}"
         reserved.append(placement_group([bundle] * size, strategy=strategy, name=name))
     deadline = time.monotonic() + SECONDS_TO_RESERVE
@@ -115,10 +117,13 @@ def warn_of_split_groups(places: Sequence[Place], mesh: Mesh) -> None:
 
 def show_layout(config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:
     """Print or log the node of each rank, before anything is loaded."""
+    compute = config.compute
     lines = [f"{'rank':>4}  replica  stage  tp  node"]
     for rank, place in enumerate(places):
         at = mesh_of(config).coordinates(rank)
-        device = "1 GPU" if config.device == "cuda" else f"{config.num_threads} thread{'s' * (config.num_threads > 1)}"
+        device = (
+            "1 GPU" if compute.device == "cuda" else f"{compute.num_threads} thread{'s' * (compute.num_threads > 1)}"
+        )
         lines.append(f"{rank:>4}  {at.dp:>7}  {at.pp:>5}  {at.tp:>2}  {place.node.address}  {device}")
     if show_progress:
         print("\n".join(lines), file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from moeserve.addresses import StoreAddress, is_loopback
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.ray.actors import (
     SECONDS_OF_A_READ,
@@ -76,15 +76,15 @@ def _start_actors(
     per_node = Counter(place.node for place in places)
     for rank, place in enumerate(places):
         # Threads that spin while they wait would take cores from threads that compute.
-        is_full = per_node[place.node] * config.num_threads >= place.node.cores
+        is_full = per_node[place.node] * config.compute.num_threads >= place.node.cores
         resources = {
-            "num_cpus": config.num_threads,
-            "num_gpus": int(config.device == "cuda"),
+            "num_cpus": config.compute.num_threads,
+            "num_gpus": int(config.compute.device == "cuda"),
             "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "passive"}} if is_full else {},
         }
         name = f"{rank_name(config, rank)} on node {place.node.address}"
         group.ranks.append(start_actor(RankActor, name, place, resources))
-    for replica, place in enumerate(places[:: config.ranks_per_replica]):
+    for replica, place in enumerate(places[:: config.parallel.ranks_per_replica]):
         name = f"engine of replica {replica} on node {place.node.address}"
         group.engines.append(start_actor(engine_class, name, place, {"num_cpus": 0}))
 
@@ -92,18 +92,18 @@ def _start_actors(
 def _check_nodes(group: WorkerGroup, config: EngineConfig, places: Sequence[Place]) -> None:
     """Check the facts that a rank on each node finds there. The rank first fetches a model that is from a hub."""
     rank_on = {place.node: rank for rank, place in zip(group.ranks, places, strict=True)}
-    timeout_s = SECONDS_TO_START if config.hub_model is None else config.load_timeout
+    timeout_s = SECONDS_TO_START if config.weights.hub_model is None else config.failure.load_timeout
     encoded = msgspec.msgpack.encode(config)
     asked_at = time.time()
     answers = [(rank, actor_of(rank).facts.remote(encoded)) for rank in rank_on.values()]
     found = [msgspec.msgpack.decode(answer_of(rank, answer, timeout_s), type=NodeFacts) for rank, answer in answers]
-    check_alike(found, own_facts(config.model_path), asked_at)
+    check_alike(found, own_facts(config.weights.model_path), asked_at)
 
 
 def _load(group: WorkerGroup, config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:
     """Make the engines start their ranks."""
     first_rank, first_node = group.ranks[0], places[0].node
-    opening = actor_of(first_rank).open_store.remote(config.network_interface, first_node.address)
+    opening = actor_of(first_rank).open_store.remote(config.parallel.network_interface, first_node.address)
     store = msgspec.msgpack.decode(answer_of(first_rank, opening), type=StoreAddress)
     if is_loopback(store.host) and len({place.node for place in places}) > 1:
         raise SettingsError(
@@ -111,9 +111,10 @@ def _load(group: WorkerGroup, config: EngineConfig, places: Sequence[Place], sho
             "there with --node-ip-address, or set network_interface"
         )
     starts = [
-        msgspec.msgpack.encode(RankStart(config=config, rank=rank, store=store)) for rank in range(config.num_ranks)
+        msgspec.msgpack.encode(RankStart(config=config, rank=rank, store=store))
+        for rank in range(config.parallel.num_ranks)
     ]
-    num_own = config.ranks_per_replica
+    num_own = config.parallel.ranks_per_replica
     for replica, engine in enumerate(group.engines):
         own = slice(replica * num_own, (replica + 1) * num_own)
         actor_of(engine).serve.remote(starts[own], [actor_of(rank) for rank in group.ranks[own]], show_progress)

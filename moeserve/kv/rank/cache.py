@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import CacheTooSmallError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.kv.rules import RuleOfBlocks
@@ -37,42 +37,44 @@ def count_blocks(
     Raises:
         CacheTooSmallError: not even one request of the shortest useful length fits.
     """
+    cache, schedule = config.cache, config.schedule
     most = [most_blocks(config, rule) for rule in needs.rules.tables]
 
     def bytes_of(num_blocks: int) -> int:
         return sum(min(num_blocks, limit) * size for limit, size in zip(most, needs.block_bytes, strict=True))
 
-    blocks_per_request = -(-config.max_model_len // config.block_size)
-    if config.kv_cache_memory is not None:
-        num_bytes = config.kv_cache_memory
+    blocks_per_request = -(-schedule.max_model_len // cache.block_size)
+    if cache.kv_cache_memory is not None:
+        num_bytes = cache.kv_cache_memory
     else:
-        peak = measure_step_memory(run_largest_step, config.device)
+        peak = measure_step_memory(run_largest_step, config.compute.device)
         free = max(0, free_bytes(config) - peak - reserved_bytes)
-        if config.device == "cuda":
+        if config.compute.device == "cuda":
             num_bytes = min(free, max(0, own_gpu_memory(config) - peak - reserved_bytes))
         else:
             num_bytes = int(free * FREE_MEMORY_SHARE)
-        if config.num_cache_blocks is not None:  # the caches of the previous replicas may not have been freed yet
-            num_bytes = max(num_bytes, min(bytes_of(config.num_cache_blocks), free))
+        if cache.num_cache_blocks is not None:  # the caches of the previous replicas may not have been freed yet
+            num_bytes = max(num_bytes, min(bytes_of(cache.num_cache_blocks), free))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
-    num_usable = blocks_per_request * config.max_num_seqs
+    num_usable = blocks_per_request * schedule.max_num_seqs
     num_blocks = bisect.bisect_right(range(1, num_usable + 1), num_bytes, key=bytes_of)  # the most that fit
 
-    blocks_needed = min(2, blocks_per_request) if config.max_model_len_may_shrink else blocks_per_request
+    blocks_needed = min(2, blocks_per_request) if schedule.max_model_len_may_shrink else blocks_per_request
     if num_blocks < blocks_needed:
-        length = min(config.max_model_len, blocks_needed * config.block_size)
+        length = min(schedule.max_model_len, blocks_needed * cache.block_size)
         raise CacheTooSmallError(
-            f"a KV cache of {num_bytes} bytes holds {num_blocks * config.block_size} tokens, but one request of "
+            f"a KV cache of {num_bytes} bytes holds {num_blocks * cache.block_size} tokens, but one request of "
             f"max_model_len={length} tokens needs {bytes_of(blocks_needed)} bytes "
             f"({needs.bytes_per_token} per token); raise kv_cache_memory"
-            f"{', raise gpu_memory_utilization' if config.device == 'cuda' else ''} or lower max_model_len"
+            f"{', raise gpu_memory_utilization' if config.compute.device == 'cuda' else ''} or lower max_model_len"
         )
     return num_blocks
 
 
 def most_blocks(config: EngineConfig, rule: RuleOfBlocks) -> int:
     """Return the maximum useful number of blocks of layers with a rule."""
-    return rule.most_blocks(config.max_num_seqs, config.max_concurrent_batches * config.max_num_batched_tokens)
+    schedule = config.schedule
+    return rule.most_blocks(schedule.max_num_seqs, schedule.max_concurrent_batches * schedule.max_num_batched_tokens)
 
 
 def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> int:
@@ -94,7 +96,7 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
 
 def free_bytes(config: EngineConfig) -> int:
     """Return the bytes that this rank may allocate. On a CPU, all ranks share the host's memory equally."""
-    return free_gpu_memory() if config.device == "cuda" else free_memory(config.num_ranks)
+    return free_gpu_memory() if config.compute.device == "cuda" else free_memory(config.parallel.num_ranks)
 
 
 def own_gpu_memory(config: EngineConfig) -> int:
@@ -103,7 +105,7 @@ def own_gpu_memory(config: EngineConfig) -> int:
     The rest of the GPU is left to what torch does not count, such as CUDA's context and libraries, and to other
     processes.
     """
-    return int(torch.cuda.mem_get_info()[1] * config.gpu_memory_utilization) - torch.cuda.memory_allocated()
+    return int(torch.cuda.mem_get_info()[1] * config.cache.gpu_memory_utilization) - torch.cuda.memory_allocated()
 
 
 def free_gpu_memory() -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moeserve.addresses import address_on
 from moeserve.cache_kind import CacheKind
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.processes.channel import LENGTH, frame
 from moeserve.processes.proof import NONCE_BYTES, proof
@@ -129,9 +129,10 @@ def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
     Raises:
         SettingsError: kv_transfer_address is not an address of this host, or needs a key.
     """
-    assert config.kv_transfer_address is not None
-    shown = f"kv_transfer_address={config.kv_transfer_address!r}"
-    host, _, port = config.kv_transfer_address.partition(":")
+    store = config.store
+    assert store.kv_transfer_address is not None
+    shown = f"kv_transfer_address={store.kv_transfer_address!r}"
+    host, _, port = store.kv_transfer_address.partition(":")
     try:
         address = ipaddress.IPv4Address(host)
     except ValueError:
@@ -140,7 +141,7 @@ def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
         raise SettingsError(
             f"{shown} is no address to which others can connect; name one of this host, or an interface"
         )
-    if not address.is_loopback and config.kv_transfer_key_file is None:
+    if not address.is_loopback and store.kv_transfer_key_file is None:
         raise SettingsError(
             f"{shown} can be reached from other machines and needs a key that all engines share: kv_transfer_key_file"
         )

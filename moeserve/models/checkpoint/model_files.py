@@ -5,7 +5,6 @@ This is the only place where a name becomes a path. Everything else reads folder
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import logging
 import os
@@ -14,8 +13,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from moeserve.config.engine_config import EngineConfig
 from moeserve.config.hub_name import HubModel, parse_hub_name
-from moeserve.config.settings import EngineConfig
 from moeserve.errors import CheckpointError
 from moeserve.models.checkpoint.hub_client import HubClient
 from moeserve.models.checkpoint.hub_headers import write_description
@@ -166,16 +165,17 @@ def on_this_host(config: EngineConfig, *, only_cached: bool = False) -> EngineCo
     Raises:
         SettingsError, CheckpointError: as for `find_model`.
     """
-    model_path, tokenizer_path = config.model_path, config.tokenizer_path
-    if config.hub_model is not None:
-        files = HubFiles(config.hub_model, only_cached=only_cached)
-        path = files.describe() if config.load_format == "dummy" else files.fetch()
+    weights, texts = config.weights, config.texts
+    model_path, tokenizer_path = weights.model_path, texts.tokenizer_path
+    if weights.hub_model is not None:
+        files = HubFiles(weights.hub_model, only_cached=only_cached)
+        path = files.describe() if weights.load_format == "dummy" else files.fetch()
         model_path = str(folder_of(path))
-        if config.tokenizer_path == config.model_path:
+        if texts.tokenizer_path == weights.model_path:
             tokenizer_path = model_path
-    if config.hub_tokenizer is not None:
-        tokenizer_path = str(HubClient(config.hub_tokenizer, TOKENIZER_FILES, only_cached=only_cached).folder)
-    return dataclasses.replace(config, model_path=model_path, tokenizer_path=tokenizer_path)
+    if texts.hub_tokenizer is not None:
+        tokenizer_path = str(HubClient(texts.hub_tokenizer, TOKENIZER_FILES, only_cached=only_cached).folder)
+    return config.changed(weights={"model_path": model_path}, texts={"tokenizer_path": tokenizer_path})
 
 
 class LocalFiles:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from moeserve import nested_json
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.client import Client

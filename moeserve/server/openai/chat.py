@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client

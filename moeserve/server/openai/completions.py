@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, Field
 
 from moeserve.api.tokenizer import TextCodec
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.client import Client

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.server.content import ANY_CONTENT, TEXT_TYPES, HistoryText, found_text, omitted
 from moeserve.server.errors import ApiError
 from moeserve.server.openai.response_tools import OfferedTools, arguments_of_input

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from moeserve import nested_json
-from moeserve.config.settings import LIMITS
+from moeserve.config.limits import LIMITS
 from moeserve.server.conversation import LONG_TOOL_NAME, Function, FunctionTool
 from moeserve.server.schema import Body, Bounded
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from moeserve.config.settings import EngineConfig
+from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.transport import TransportUnavailable
 from moeserve.errors import SettingsError
@@ -106,14 +106,15 @@ def open_dispatchers(
     Raises:
         SettingsError: the config requires what cannot be used.
     """
-    if config.dispatcher == "shared_memory":
+    experts = config.experts
+    if experts.dispatcher == "shared_memory":
         from moeserve.layers.moe.dispatch.shared_rows import share_rows
 
         max_tokens = shape.max_tokens_per_rank * group.world_size
         try:
             rows = share_rows(group, max_tokens, shape.top_k, shape.hidden_size, shape.dtype)
         except TransportUnavailable as error:
-            if not config.dispatcher_may_change:
+            if not experts.dispatcher_may_change:
                 raise SettingsError(
                     f"dispatcher='shared_memory', but ranks cannot share memory: {error}; use 'all_to_all' or 'auto'"
                 ) from error
@@ -121,22 +122,22 @@ def open_dispatchers(
                 logger.info("the dispatcher is all_to_all, because ranks cannot share memory: %s", error)
             return TorchDispatchers("all_to_all", group, context)
         return TorchDispatchers("shared_memory", group, context, rows)
-    if config.dispatcher != "deepep":
-        return TorchDispatchers(config.dispatcher, group, context)
+    if experts.dispatcher != "deepep":
+        return TorchDispatchers(experts.dispatcher, group, context)
     from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPShape
     from moeserve.layers.moe.dispatch.deepep.factory import open_deepep
 
     deepep_shape = DeepEPShape(
         **asdict(shape),
-        low_latency_tokens=config.deepep_low_latency_tokens,
-        api=config.deepep_api,
-        is_float8=config.deepep_float8,
+        low_latency_tokens=experts.deepep_low_latency_tokens,
+        api=experts.deepep_api,
+        is_float8=experts.deepep_float8,
     )
     opened = open_deepep(
         deepep_shape,
         group,
         context,
-        is_required=not config.dispatcher_may_change,
-        is_deterministic=config.enforce_eager,  # graphs cannot hold the sort that makes results repeatable
+        is_required=not experts.dispatcher_may_change,
+        is_deterministic=config.compute.enforce_eager,  # graphs cannot hold the sort that makes results repeatable
     )
     return opened or TorchDispatchers("all_to_all", group, context)

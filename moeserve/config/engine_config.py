@@ -1,0 +1,216 @@
+"""The resolved settings of an engine, in parts: each consumer takes its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from moeserve.config.hub_name import HubModel
+from moeserve.config.settings import (
+    AttentionChoice,
+    DeepEPApi,
+    DispatcherName,
+    DtypeName,
+    ModelImplName,
+    ProductChoice,
+    QuantizationName,
+    SpeculativeConfig,
+)
+
+DeviceName = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """The checkpoint, and the number formats in which it is loaded."""
+
+    model_path: str
+    hub_model: HubModel | None  # the repository of the model, and the commit; None: it is not from a hub
+    hf_overrides: dict[str, Any] | None
+    model_impl: ModelImplName
+    dtype: DtypeName
+    quantization: QuantizationName | None
+    load_format: Literal["auto", "dummy"]
+    ignore_unused_weights: bool
+    packed_cache: int  # bytes
+    seed: int  # of dummy weights, and of sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """The tokenizer, and the defaults of sampling parameters."""
+
+    tokenizer_path: str
+    hub_tokenizer: HubModel | None  # the repository of a tokenizer of its own, and the commit
+    vocab_size: int
+    has_generation_config: bool  # sampling parameters of generation_config.json are the defaults
+    override_generation_config: tuple[tuple[str, Any], ...]  # sampling parameters that replace these defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """The device of each rank, and how it computes."""
+
+    device: DeviceName
+    attention_backend: AttentionChoice
+    product_backend: ProductChoice
+    batch_invariant: bool  # batch invariance is required; CPU kernels may provide it in any case
+    enforce_eager: bool
+    num_threads: int  # threads of each rank
+    numa_binding: bool  # False unless all ranks are on the CPU of one host
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV cache and recurrent states."""
+
+    block_size: int
+    has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have the dtype of weights
+    kv_cache_memory: int | None  # bytes; None: a profiling run measures it
+    gpu_memory_utilization: float  # share of a GPU's memory
+    num_cache_blocks: int | None  # minimum if measured after a change of the number of replicas; None: no minimum
+    enable_prefix_caching: bool
+    redoes_drafts: bool  # accepted drafts must be computed again; see `Needs`
+    num_saved_states: int | None  # rows for copies of recurrent states; None: no layer of the model has a state
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """The store behind the KV cache, and transfers between engines."""
+
+    kv_host_memory: int  # bytes of the store behind the KV cache of each rank; 0: none
+    kv_file: str | None  # folder of the store's file; None: the store is in memory
+    kv_folder: str | None  # folder with blocks shared by several engines; None: none
+    kv_folder_size: int  # bytes for each rank
+    kv_transfer_address: str | None  # address at which ranks serve blocks to other engines; None: they do not
+    kv_transfer_key_file: str | None
+    kv_transfer_backend: Literal["tcp", "nixl"]
+    kv_transfer_timeout: int  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The limits of requests and steps, and drafting."""
+
+    max_model_len: int
+    max_model_len_may_shrink: bool  # True if the user did not set it, so that a small KV cache may reduce it
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_tokens: int
+    max_queued_requests: int
+    async_scheduling: bool
+    max_concurrent_batches: int
+    speculative_config: SpeculativeConfig | None
+
+    @property
+    def has_draft_layer(self) -> bool:
+        """True if the last layer is the multi-token prediction layer."""
+        return self.speculative_config is not None and self.speculative_config.method == "mtp"
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Number of positions behind the last draft that drafting computes.
+
+        Each pass of the MTP layer except the first computes one such position.
+        """
+        if self.speculative_config is None or not self.has_draft_layer:
+            return 0
+        return self.speculative_config.num_speculative_tokens - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout of ranks, and where they run."""
+
+    tensor_parallel_size: int
+    data_parallel_size: int
+    pipeline_layers: tuple[int, ...]  # number of layers of each stage
+    executor: Literal["uniproc", "mp", "ray"]
+    ray_compiled_graph: bool
+    network_interface: str | None
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        return len(self.pipeline_layers)
+
+    def layers_of_stage(self, stage: int) -> range:
+        """Return the indices of a stage's layers."""
+        first = sum(self.pipeline_layers[:stage])
+        return range(first, first + self.pipeline_layers[stage])
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks_per_replica * self.data_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The placement of experts on ranks, and the exchange of tokens."""
+
+    expert_parallel: bool  # False: each tp rank holds a slice of every expert
+    dispatcher: DispatcherName
+    dispatcher_may_change: bool  # fall back to all_to_all if ranks find that the chosen dispatcher cannot run
+    deepep_low_latency_tokens: int
+    deepep_api: DeepEPApi | None  # None: the newest that the installed package supports
+    deepep_float8: bool
+    overlap_decode_tokens: int | None  # minimum tokens of the largest replica for steps in halves; None: never
+    overlap_prefill_tokens: int | None
+    num_redundant_experts: int  # redundant experts of each layer
+    expert_loads: tuple[tuple[float, ...], ...]  # for each layer with experts, the load of each; empty: unknown
+    placements: tuple[str, ...]  # for each layer with experts, its placement as JSON; empty: computed from loads
+    rebalance: Literal["off", "auto"]
+    rebalance_horizon: int  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureConfig:
+    """Limits of time, what follows a failure, and checks for debugging."""
+
+    collective_timeout: int  # seconds
+    load_timeout: int  # seconds
+    step_timeout: int  # seconds
+    on_failure: Literal["end", "restart", "shrink"]
+    debug_collectives: bool
+    debug_rank_state: bool  # all ranks report after each round; otherwise only the ranks that sample do
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """Reports of expert load."""
+
+    expert_load_window: int  # steps between collections; 0: only on request
+    expert_load_file: str | None
+    metrics_port: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Resolved settings, without "auto". Every rank is built from this object."""
+
+    weights: WeightsConfig
+    texts: TextConfig
+    compute: DeviceConfig
+    cache: CacheConfig
+    store: StoreConfig
+    schedule: ScheduleConfig
+    parallel: ParallelConfig
+    experts: ExpertsConfig
+    failure: FailureConfig
+    telemetry: TelemetryConfig
+
+    def changed(self, **parts: dict[str, Any]) -> EngineConfig:
+        """Return a config in which some fields have other values, given by part."""
+        return replace(self, **{name: replace(getattr(self, name), **fields) for name, fields in parts.items()})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of all parts by name."""
+        return {name: value for part in vars(self).values() for name, value in vars(part).items()}
+
+    @property
+    def max_requests_in_flight(self) -> int:
+        """Maximum number of running and waiting requests of all replicas together."""
+        return self.schedule.max_num_seqs * self.parallel.data_parallel_size + self.schedule.max_queued_requests
