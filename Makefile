@@ -166,6 +166,7 @@ check: lint types layers documents
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/python tests/check_sizes.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 
 # Documents and docstrings name only what exists, and the types of settings as arguments are those of the settings.
