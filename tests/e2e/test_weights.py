@@ -21,7 +21,8 @@ MEASURE_PEAK = """
 import sys
 from pathlib import Path
 import torch
-from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.facts import MachineFacts
+from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.models import registry
