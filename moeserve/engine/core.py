@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler, require_new, stats_at_start
-from moeserve.engine.effects import Driver, StepTimeoutError
+from moeserve.engine.driver import Driver, StepTimeoutError
 from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed

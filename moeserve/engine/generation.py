@@ -15,7 +15,7 @@ from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.supervision import WatchedProcess, wait_for_messages
 from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import ReplicaStats, Shutdown
-from moeserve.scheduling.dp_router import DPRouter
+from moeserve.scheduling.replica_choice import DPRouter
 
 # Seconds for the replicas to finish their step and agree to shut down.
 SECONDS_TO_END = 5.0

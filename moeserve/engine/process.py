@@ -6,7 +6,7 @@ import select
 import time
 
 from moeserve.engine.base import fit_to_cache, new_scheduler
-from moeserve.engine.effects import Driver
+from moeserve.engine.driver import Driver
 from moeserve.engine.protocol import Delivery, EngineStart, Ready
 from moeserve.errors import EngineError
 from moeserve.executor.base import Executor

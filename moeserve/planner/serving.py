@@ -23,7 +23,7 @@ from moeserve.planner.simulation_report import Outcome, Percentiles, Switch
 from moeserve.planner.traffic import RecordedRequest, Traffic, repeated_tokens
 from moeserve.protocol import Request, RequestUpdate
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.dp_router import DPRouter
+from moeserve.scheduling.replica_choice import DPRouter
 
 
 @dataclass(frozen=True, kw_only=True)

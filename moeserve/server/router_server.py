@@ -17,7 +17,7 @@ from moeserve.server.hosts import hosts_for
 from moeserve.server.http_server import DrainingServer, announce, budget_of, listen
 from moeserve.server.keys import Keys
 from moeserve.server.middleware import Entrance
-from moeserve.server.router import PROMPT_FIELDS, Router
+from moeserve.server.prefill_decode_proxy import PROMPT_FIELDS, Router
 from moeserve.server.settings import RouterSettings, ServerSettings
 
 MAX_CONNECTIONS = 8192

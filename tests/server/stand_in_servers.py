@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from moeserve.server.http_server import budget_of, http_config
-from moeserve.server.router import Router
+from moeserve.server.prefill_decode_proxy import Router
 from moeserve.server.router_server import build_router_app
 from moeserve.server.settings import RouterSettings, ServerSettings
 

@@ -14,7 +14,7 @@ from test_config import FACTS
 from moeserve.config.facts import MachineFacts
 from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
-from moeserve.engine.effects import completed
+from moeserve.engine.driver import completed
 from moeserve.errors import DistributedError
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.processes.channel import Channel

@@ -9,7 +9,7 @@ import pytest
 
 from moeserve.protocol import Request
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.dp_router import DPRouter
+from moeserve.scheduling.replica_choice import DPRouter
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 30  # of each replica
