@@ -170,6 +170,21 @@ def laguna(*parts: dict[str, Any], **settings: Any) -> Shape:
     return shape("Laguna", *parts, rope_parameters=rotary, **settings)
 
 
+ARIA_IMAGES: dict[str, Any] = dict(
+    vision_config=dict(
+        model_type="idefics3_vision",
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    ),
+    projector_patch_to_query_dict={4: 2},
+    initializer_range=0.25,  # of the output head
+)
+
+
 def ernie_experts(num: int, top_k: int, *, shared: int, width: int) -> dict[str, Any]:
     return dict(moe_num_experts=num, moe_k=top_k, moe_num_shared_experts=shared, moe_intermediate_size=width)
 
@@ -703,6 +718,66 @@ SHAPES = {
         rms_norm_eps=0.01,
         tie_word_embeddings=True,
         seed=2,
+    ),
+    "aria": shape(
+        "Aria",
+        sizes(hidden=40),
+        heads(4, 2),
+        rope(rope_theta=500.0),
+        intermediate_size=17,
+        moe_num_experts=6,
+        moe_topk=3,
+        beside_text=ARIA_IMAGES,
+        seed=7,
+    ),
+    "aria-odd": shape(
+        "Aria",
+        sizes(hidden=30, layers=3, vocab=131),
+        heads(3, 3, 12),
+        rope(),
+        intermediate_size=15,  # gates and ups together are as wide as hidden states
+        moe_num_experts=7,
+        moe_topk=2,
+        moe_num_shared_experts=1,
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        beside_text=ARIA_IMAGES,
+        seed=2,
+    ),
+    "cohere2-moe": shape(
+        "Cohere2Moe",
+        sizes(hidden=40, layers=4),
+        heads(4, 2, 12),
+        experts(6, 3),
+        intermediate_size=17,
+        prefix_dense_intermediate_size=21,
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        sliding_window=9,
+        num_shared_experts=2,
+        logit_scale=0.25,
+        seed=57,
+    ),
+    # RMSNorms, sigmoids, shared experts added as they are; dense layers have windows and positions like others
+    "cohere2-moe-odd": shape(
+        "Cohere2Moe",
+        sizes(hidden=33, layers=3, vocab=127),
+        heads(3, 1, 10),
+        experts(7, 2),
+        intermediate_size=14,
+        prefix_dense_intermediate_size=19,
+        prefix_dense_sliding_window_pattern=3,
+        layer_types=[FULL, SLIDING, FULL],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        sliding_window=5,
+        num_shared_experts=1,
+        shared_expert_combination_strategy="sum",
+        expert_selection_fn="sigmoid",
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        logit_scale=1.0,
+        tie_word_embeddings=False,
+        seed=3,
     ),
     "glm4-moe": shape(
         "Glm4Moe",
@@ -1618,6 +1693,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "step3p5": "Step3p7",
             "qwen3_5_moe_text": "Qwen3_5Moe",
             "gemma4_text": "Gemma4",
+            "aria_text": "AriaText",
         }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
         text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))

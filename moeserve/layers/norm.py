@@ -66,12 +66,17 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Scales each row to mean zero and unit variance, then by a learned weight per column, and adds a bias."""
+    """Scales each row to mean zero and unit variance, then by a learned weight per column, and adds a bias.
 
-    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext) -> None:
+    Args:
+        has_bias: False: the bias is zero.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext, *, has_bias: bool = True) -> None:
         super().__init__()
         self.weight = context.parameter(hidden_size)
-        self.bias = context.parameter(hidden_size)
+        zeros_D = torch.zeros(hidden_size, dtype=context.dtype, device=context.device)
+        self.bias: Tensor = context.parameter(hidden_size) if has_bias else zeros_D
         self.epsilon = epsilon
         operations = rows.make(context.backend)
         self._add = operations.add
@@ -83,9 +88,10 @@ class LayerNorm(nn.Module):
         return sum_TD, self._layer_norm(sum_TD, self.weight, self.bias, self.epsilon)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weight and its bias."""
+        """Yield the rows of its weight, and of its bias if it has one."""
         yield at("weight"), whole(self.weight, offset=at.norm_offset)
-        yield at("bias"), whole(self.bias)
+        if isinstance(self.bias, nn.Parameter):
+            yield at("bias"), whole(self.bias)
 
 
 class NoNorm(nn.Module):

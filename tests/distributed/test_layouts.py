@@ -77,6 +77,8 @@ NEWER = (
     "flex-olmo",
     "kolibri1",
     "laguna",
+    "aria",
+    "cohere2-moe",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
@@ -98,7 +100,8 @@ def test_tokens_of_transformers(
     options = dict(dispatcher=dispatcher, num_redundant_experts=num_redundant)
     stories = play(ranks, reference, tp, dp, max_small_tokens, **options)
     text = reference.model.config.get_text_config()
-    top_k = text.top_k_experts if name.startswith("gemma4") else text.num_experts_per_tok
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+    top_k = next(getattr(text, key) for key in keys if hasattr(text, key))
     worker_groups.check_counts(stories, tp, top_k)
     check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
     check_results(reference, stories, play(ranks, reference, 1, 1, dispatcher="local"))

@@ -233,6 +233,8 @@ def test_a_whole_file_is_used_beside_an_index_of_shards_that_are_gone(
 
 
 OWN_FORMS = [
+    "aria",
+    "cohere2-moe",
     "afmoe",
     "axk1",
     "exaone-moe",

@@ -40,6 +40,7 @@ class MoEConfig(FeedForwardConfig):
     has_expert_bias: bool = False
     may_lack_correction: bool = False  # a checkpoint may lack the router's correction, which is then zero
     shared: SharedExpertsConfig | None = None
+    averages_shared: bool = False  # the output is half the sum of routed and shared experts (Cohere)
     # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
     weighs_inputs: bool = False
     # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
@@ -120,7 +121,11 @@ class MoELayer(Network):
         self.dispatcher = dispatchers.make(placement, self.load.rows_e)
         # One row for each chosen expert.
         self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
-        self.add = rows.make(context.backend).add
+        self.add_shared = rows.make(context.backend).add
+        if config.averages_shared:
+            add_scaled = rows.make(context.backend).add_scaled
+            half_1 = torch.full((1,), 0.5, dtype=torch.float32, device=context.device)
+            self.add_shared = lambda routed_TD, shared_TD: add_scaled(routed_TD, shared_TD, half_1)
         self.side_stream = context.backend.side_stream
 
     @property
@@ -214,7 +219,7 @@ class MoELayer(Network):
             combined_TD = self.from_latent(combined_TD)
         if zero_weights_T1 is not None:
             combined_TD = (combined_TD.float() + plain_TD.float() * zero_weights_T1).to(combined_TD.dtype)
-        return combined_TD if shared is None else self.add(combined_TD, shared.wait())
+        return combined_TD if shared is None else self.add_shared(combined_TD, shared.wait())
 
     def _run_experts(self, pending: PendingDispatch) -> tuple[Tensor, Callable[[Tensor], PendingOutput]]:
         """Return the outputs of this rank's experts, and how to combine them."""

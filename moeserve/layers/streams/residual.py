@@ -94,6 +94,7 @@ class PlainStream:
     """One row for each token."""
 
     has_layer_norms: bool = False  # the norms are LayerNorms
+    has_norm_biases: bool = True  # if they are
     width: int = 1
 
     @property
@@ -110,20 +111,21 @@ class PlainStream:
         is_normed: bool,
         is_scaled: bool,
     ) -> Residual:
-        norm = entry_norm or (self._norm(build, form) if has_norm else NoNorm(build.context))
+        norm = entry_norm or (self.norm(build, form) if has_norm else NoNorm(build.context))
         output_norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context) if is_normed else None
         return (ScaledResidual if is_scaled else Residual)(norm, output_norm, build)
 
     def last(self, build: Build) -> Residual:
-        return Residual(self._norm(build, "plain"), None, build)
+        return Residual(self.norm(build, "plain"), None, build)
 
     def start(self, hidden_tD: Tensor) -> Tensor:
         return hidden_tD
 
-    def _norm(self, build: Build, form: RowsForm) -> nn.Module:
+    def norm(self, build: Build, form: RowsForm) -> nn.Module:
+        """Return a norm before a network."""
         size, epsilon = build.hidden_size, build.norm_epsilon
         if self.has_layer_norms:
-            return LayerNorm(size, epsilon, build.context)
+            return LayerNorm(size, epsilon, build.context, has_bias=self.has_norm_biases)
         return RMSNorm(size, epsilon, build.context, form)
 
 
