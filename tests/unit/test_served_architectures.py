@@ -1,0 +1,30 @@
+"""Model types with experts in transformers, compared with the families: a new version shows what is new."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moeserve.models.registry import FAMILIES_BY_TYPE
+
+NUMBERS_OF_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config"}
+# Encoders, models that read with an encoder or that do not predict the next token of a text
+OTHER_MODELS = {
+    *("diffusion_gemma_text", "dots3_note_vision_encoder", "nllb-moe", "openai_privacy_filter"),
+    *("qwen3_omni_moe_talker_text", "switch_transformers", "vitpose_backbone"),
+}
+NOT_SERVED = {
+    *("axk2", "beam", "dbrx", "deepseek_ocr2_text", "doge", "dots3_note_text", "ernie4_5_vl_moe_text"),
+    *("glm5_next_text", "hy_v4", "inkling2_text", "inkling_text", "jetmoe", "minimax", "minimax_m3_vl_text"),
+    *("muse_spark_text", "qwen4_exp_text", "unlimited_ocr_text", "zaya"),
+}
+
+
+def test_every_model_type_with_experts_is_served_or_named_here() -> None:
+    with_experts = {
+        name
+        for name, config in CONFIG_MAPPING.items()
+        if NUMBERS_OF_EXPERTS & {*(field.name for field in dataclasses.fields(config)), *config.attribute_map}
+    }
+    assert with_experts - FAMILIES_BY_TYPE.keys() == OTHER_MODELS | NOT_SERVED
