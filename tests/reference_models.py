@@ -1016,6 +1016,30 @@ SHAPES |= {
 }
 
 SHAPES |= {
+    # clipped queries, keys and values; LayerNorms
+    "dbrx": shape(
+        "Dbrx",
+        sizes(hidden=36, layers=3, vocab=131),
+        rope(rope_theta=500.0),
+        num_attention_heads=6,
+        attn_config=dict(kv_n_heads=2, clip_qkv=0.8, rope_theta=500.0),
+        ffn_config=dict(hidden_size=36, ffn_hidden_size=19, moe_num_experts=7, moe_top_k=3),
+        d_model=36,
+        seed=2,
+    ),
+    # weights of experts that are not normalised, one layer
+    "dbrx-odd": shape(
+        "Dbrx",
+        sizes(hidden=40, layers=1, vocab=127),
+        rope(rope_theta=10000.0),
+        num_attention_heads=5,
+        attn_config=dict(kv_n_heads=5, clip_qkv=2.0, rope_theta=10000.0),
+        ffn_config=dict(
+            hidden_size=40, ffn_hidden_size=23, moe_num_experts=5, moe_top_k=2, moe_normalize_expert_weights=None
+        ),
+        d_model=40,
+        seed=8,
+    ),
     # all layers have experts
     "solar-open": shape(
         "SolarOpen",
@@ -1599,7 +1623,9 @@ class Reference:
 
 
 def chosen_by(router: Any, output: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return the experts [T, K] in a router's output. That of Llama 4 has scores and logits only."""
+    """Return the experts [T, K] in a router's output. That of Llama 4 has scores and logits, DBRX's only logits."""
+    if isinstance(output, torch.Tensor):
+        return output.topk(router.top_k, dim=-1).indices
     return output[2] if len(output) == 3 else output[1].topk(router.top_k, dim=-1).indices
 
 
@@ -1635,6 +1661,9 @@ def make_reference(folder: Path, shape: Shape) -> Reference:
     fill_what_transformers_leaves_plain(model)
     model.config._experts_implementation = "eager"  # transformers' faster ones refuse odd widths
     model.config._attn_implementation = "eager"
+    if shape.family == "Dbrx":
+        for layer in model.transformer.blocks:
+            layer.ffn.router.top_k = layer.ffn.top_k
     model.save_pretrained(folder)
     if shape.family == "KimiLinear":
         tensors = load_file(folder / "model.safetensors")

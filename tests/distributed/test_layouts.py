@@ -69,6 +69,7 @@ NEWER = (
     "deepseek-v32",
     "glm5",
     "mistral-large4",
+    "dbrx",
     "solar-open",
     "mellum",
     "flint",
@@ -100,8 +101,9 @@ def test_tokens_of_transformers(
     options = dict(dispatcher=dispatcher, num_redundant_experts=num_redundant)
     stories = play(ranks, reference, tp, dp, max_small_tokens, **options)
     text = reference.model.config.get_text_config()
-    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-    top_k = next(getattr(text, key) for key in keys if hasattr(text, key))
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+    of_experts = getattr(text, "ffn_config", text)
+    top_k = next(getattr(of_experts, key) for key in keys if hasattr(of_experts, key))
     worker_groups.check_counts(stories, tp, top_k)
     check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
     check_results(reference, stories, play(ranks, reference, 1, 1, dispatcher="local"))

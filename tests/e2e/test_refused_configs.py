@@ -158,6 +158,8 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (("dots1-window",), "layer_types", (["full_attention"], ["chunked_attention"] * 4)),
     (("dots1", "hunyuan", "hy-v3", "granite"), "attention_bias", NOT_A_FLAG),
     (("solar-open",), "use_qk_norm", (True,)),
+    (("dbrx",), "d_model", NOT_AN_INTEGER),
+    (("dbrx",), "attn_config", (5,)),
     (("mellum",), "mlp_layer_types", (["dense"], ["sparse", "dense", "moe"])),
     (("flint",), "mlp_only_layers", ([5], "1")),
     (("exaone-moe",), "n_group", (3,)),
@@ -261,6 +263,10 @@ SCALINGS: list[tuple[dict[str, Any], str]] = [
 
 # Values that are wrong only together.
 COMBINED = [
+    ("dbrx", {"attn_config": {"kv_n_heads": 2, "rope_theta": 7.0}}, "attn_config.rope_theta=7.0"),
+    ("dbrx", {"ffn_config": {"moe_num_experts": 2, "moe_top_k": 3}}, "ffn_config.moe_top_k=3"),
+    ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_config.ffn_act_fn.name='gelu'"),
+    ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "ffn_config.moe_normalize_expert_weights=2"),
     ("deepseek-v3", {"n_group": 12, "num_experts_per_tok": 2}, "n_group=12"),  # a group is as good as its best two
     ("glm4-moe-groups", {"n_group": 9, "num_experts_per_tok": 2}, "n_group=9"),
     ("nemotron-h", {"layers_block_type": ABSENT, "hybrid_override_pattern": "ME*X"}, "hybrid_override_pattern='ME*X'"),

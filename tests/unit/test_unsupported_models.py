@@ -94,7 +94,7 @@ def test_unknown_moe_models_are_not_called_dense(model_type: str, tmp_path: Path
         ("qwen3moeforcausallm", ["Qwen3MoeForCausalLM"]),
         ("OlmoEForCausalLM", ["OlmoeForCausalLM"]),
         ("DeepseekV5ForCausalLM", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM"]),
-        ("DbrxForCausalLM", []),
+        ("BranchForCausalLM", []),
         ("ForCausalLM", []),
     ],
 )

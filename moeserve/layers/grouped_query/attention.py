@@ -193,6 +193,14 @@ class Attention(OverTP):
         if fused.bias is not None:
             parts.append((fused.bias, None, "bias"))
         for memory, owner, kind in parts:
+            if at.has(f"qkv_proj.{kind}"):  # stored together
+                starts = 0, num_queries, num_queries + num_keys
+                for part, share, start in zip(
+                    memory.split(self.projected_sizes), (queries, keys, values), starts, strict=True
+                ):
+                    own = slice(start + share.start, start + share.stop)
+                    yield at(f"qkv_proj.{kind}"), some_rows(part, own, starts[2] + num_values, owner)
+                continue
             query, key, *gate = memory.split(self.projected_sizes)
             yield at(f"k_proj.{kind}"), some_rows(key, keys, num_keys, owner)
             if not config.values_are_keys:

@@ -5,7 +5,8 @@
 - fused: `experts.gate_up_proj` [experts, 2 * width, hidden], gates before ups, and `experts.down_proj`; experts without
   gates have `up_proj` [experts, width, hidden] instead;
 - transposed: `experts.gate_up_proj` [experts, hidden, 2 * width], and `experts.down_proj` [experts, width, hidden];
-- interleaved: the same shapes under `experts.interleaved`, with outputs of gate and up in turn.
+- interleaved: the same shapes under `experts.interleaved`, with outputs of gate and up in turn;
+- one below the other: `experts.below.gate_proj` [experts * width, hidden], `up_proj`, and `down_proj` transposed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def expert_rows(at: At, moe: MoELayer) -> Iterator[Row]:
         yield from _separate(at, moe)
     elif any(at.has(f"interleaved.{name}") for name in ("gate_up_proj", "gate_up_proj_blocks")):
         yield from _interleaved(at.under("interleaved"), moe)
+    elif at.has("below.up_proj"):
+        yield from _one_below_the_other(at.under("below"), moe)
     elif at.has(f"transposed.{fused}"):
         yield from _transposed(at.under("transposed"), moe)
     elif at.has(fused):
@@ -143,6 +146,21 @@ def _transposed(at: At, moe: MoELayer) -> Iterator[Row]:
             place = Destination(memory_eDI, shape, (one, slice(0, hidden_size), columns_of_part), gate_up)
             yield at("gate_up_proj"), place
         yield at("down_proj"), Destination(down_eID[of_slot], (num_experts, width, hidden_size), (one, share), down)
+
+
+def _one_below_the_other(at: At, moe: MoELayer) -> Iterator[Row]:
+    gate_up, down, share, width = moe.experts.gate_up, moe.experts.down, moe.experts.width, moe.config.expert_width
+    gate_eID, up_eID = gate_up.open.weight_eOI.chunk(2, dim=1)
+    down_eID = down.open.weight_eOI.transpose(1, 2)
+    for name, memory, owner in (
+        ("gate_proj", gate_eID, gate_up),
+        ("up_proj", up_eID, gate_up),
+        ("down_proj", down_eID, down),
+    ):
+        yield at(name), None
+        for slot, expert in enumerate(moe.local_experts):
+            own = slice(expert * width + share.start, expert * width + share.stop)
+            yield at(name), some_rows(memory[slot], own, moe.placement.num_logical * width, owner)
 
 
 def _interleaved(at: At, moe: MoELayer) -> Iterator[Row]:
