@@ -20,11 +20,13 @@ USUAL_NAMES = {
     "max_seq_len": "max_position_embeddings",
 }
 NORM_EPSILON = 1e-5  # torch's default
+EXPERTS = {"ffn_hidden_size": 3584, "moe_num_experts": 4, "moe_top_k": 1}  # transformers' defaults
 
 
 def read(config: ConfigValues) -> ModelConfig:
     empty = config.replaced({})
-    attention, experts = config.object("attn_config") or empty, config.object("ffn_config") or empty
+    attention = config.object("attn_config") or empty
+    experts = (config.object("ffn_config") or empty).with_defaults(EXPERTS)
     values: dict[str, Any] = {usual: config.integer(name) for name, usual in USUAL_NAMES.items()}
     values["num_key_value_heads"] = attention.integer("kv_n_heads", 1)
     values["norm_epsilon"] = NORM_EPSILON
@@ -44,7 +46,7 @@ def _read_experts(config: ConfigValues) -> MoEConfig:
     activation = config.object("ffn_act_fn")
     if activation is not None:
         activation.require("name", "silu")
-    order = config.get("moe_normalize_expert_weights")  # of the norm by which weights are divided
+    order = config.values.get("moe_normalize_expert_weights", 1)  # of the norm by which weights are divided
     if order not in (None, 1):
         raise config.wrong("moe_normalize_expert_weights", "is not supported; supported: 1, null")
     num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_top_k")
