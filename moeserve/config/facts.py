@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from moeserve.config.devices import DeviceDefaults
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.needs import Needs
 from moeserve.config.settings import DtypeName
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Part = TypeVar("Part", bound="DataclassInstance")
+Part = TypeVar("Part")  # a dataclass
 
 WITHOUT_NCCL = (  # text that follows the name of a torch installation in messages
     "was built without NCCL, which ranks on GPUs need; install one for CUDA (https://pytorch.org/get-started), "
@@ -65,6 +62,7 @@ class MachineFacts:
 
 def from_settings(part: type[Part], settings: object, **resolved: Any) -> Part:
     """Return a part of `EngineConfig`. Fields that are not resolved have the values of the settings of their names."""
+    assert dataclasses.is_dataclass(part)
     names = {field.name for field in dataclasses.fields(part)} - {*resolved}
     return part(**resolved, **{name: getattr(settings, name) for name in names})
 
