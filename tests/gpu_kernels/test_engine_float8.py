@@ -6,6 +6,7 @@ E4M3 with a scale for each 128 values.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.nn import functional
 
 from moeserve import LLM, SamplingParams
 from moeserve.config import resolve
+from moeserve.config.devices import DEVICES
 from moeserve.models.checkpoint.packing import weights_of
 from moeserve.ops.products.interface import Gather, OpenWeights, RowGroups
 from moeserve.ops.products.triton import TritonProduct
@@ -79,6 +81,8 @@ def rounding_of_inputs(reference: Reference) -> Iterator[set[str]]:
 @pytest.fixture(autouse=True)
 def _allow_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept quantization="fp8" on the CPU, which replaces a GPU here, also for checkpoints stored so."""
+    cpu = dataclasses.replace(DEVICES["cpu"], quantizations=DEVICES["cuda"].quantizations)
+    monkeypatch.setitem(DEVICES, "cpu", cpu)
     monkeypatch.setattr(resolve, "_check_device", lambda *arguments: None)
     monkeypatch.setattr(resolve, "_own_quantization", lambda name, *others: name)
 
