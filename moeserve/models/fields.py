@@ -12,7 +12,7 @@ from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, YarnScaling
+from moeserve.layers.rotary import NO_ROTARY, LongRopeScaling, RotaryConfig, YarnScaling
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -159,6 +159,12 @@ def read_windows(config: ConfigValues, default: Sequence[bool] | None = None) ->
         return [None] * num_layers
     window = config.integer("sliding_window")
     return [window if has else None for has in has_window]
+
+
+def rotated_in_windows(attention: AttentionConfig, windows: Sequence[int | None]) -> list[AttentionConfig]:
+    """Return the attention of each layer. Those of full attention have no rotary embedding."""
+    full = dataclasses.replace(attention, rotary=NO_ROTARY)
+    return [full if window is None else dataclasses.replace(attention, window=window) for window in windows]
 
 
 def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_experts_per_tok") -> tuple[int, int]:

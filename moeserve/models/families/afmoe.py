@@ -6,7 +6,6 @@ import dataclasses
 
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -18,6 +17,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
     read_windows,
+    rotated_in_windows,
 )
 from moeserve.models.model_config import Block, Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -45,15 +45,11 @@ def read(config: ConfigValues) -> ModelConfig:
     rotated = read_attention(config, normalized="head", has_gate=True, gate_name="gate_proj")
     period = config.integer("global_attn_every_n_layers", 4)
     windows = read_windows(config, default=[(index + 1) % period != 0 for index in range(num_layers)])
-    attentions = {
-        window: dataclasses.replace(rotated, window=window, rotary=NO_ROTARY if window is None else rotated.rotary)
-        for window in set(windows)
-    }
     num_dense = config.integer("num_dense_layers", 1, low=0)
     feed_forwards = feed_forwards_of(config, moe, [index < num_dense for index in range(num_layers)])
     layers = [
-        Layer((Block(attentions[window], is_normed=True), Block(feed_forward, is_normed=True)))
-        for window, feed_forward in zip(windows, feed_forwards, strict=True)
+        Layer((Block(attention, is_normed=True), Block(feed_forward, is_normed=True)))
+        for attention, feed_forward in zip(rotated_in_windows(rotated, windows), feed_forwards, strict=True)
     ]
     factor = read_hidden_size(config) ** 0.5 if config.flag("mup_enabled", default=False) else 1.0
     return dataclasses.replace(read_model(config, layers), embedding_factor=factor)

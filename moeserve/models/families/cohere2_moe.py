@@ -56,7 +56,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def _has_window(config: ConfigValues, num_leading: int, num_layers: int) -> list[bool]:
-    """Return a flag for each layer. Dense and sparse layers are counted by themselves."""
+    """Return for each layer if it has a window. The dense layers in front and the others have periods of their own."""
     leading = config.integer("prefix_dense_sliding_window_pattern", 1)
     period = config.integer("sliding_window_pattern", 4)
     return [

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -17,6 +14,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
     read_windows,
+    rotated_in_windows,
 )
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -36,16 +34,12 @@ def read(config: ConfigValues) -> ModelConfig:
     rotated = read_attention(config, normalized="head", has_sinks=True, has_bias=has_bias, has_output_bias=has_bias)
     is_full = [index < 2 or index % 4 == 1 or index == num_layers - 1 for index in range(num_layers)]
     windows = read_windows(config, default=[not full for full in is_full])
-    attentions = {
-        window: dataclasses.replace(rotated, window=window, rotary=NO_ROTARY if window is None else rotated.rotary)
-        for window in set(windows)
-    }
     dense = frozenset(range(2))
     if config.get("mlp_only_layers") is not None:
         dense = config.layer_numbers("mlp_only_layers", num_layers)
     feed_forwards = feed_forwards_of(config, moe, [index in dense for index in range(num_layers)])
-    layers = [Layer.of(attentions[window], feed) for window, feed in zip(windows, feed_forwards, strict=True)]
-    return read_model(config, layers)
+    attentions = rotated_in_windows(rotated, windows)
+    return read_model(config, [Layer.of(*networks) for networks in zip(attentions, feed_forwards, strict=True)])
 
 
 FLINT = Family(

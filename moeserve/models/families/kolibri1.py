@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -16,6 +13,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
     read_windows,
+    rotated_in_windows,
 )
 from moeserve.models.model_config import Block, Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -36,11 +34,8 @@ def read(config: ConfigValues) -> ModelConfig:
     )
     has_window = [(index + 1) % 5 != 0 for index in range(read_num_layers(config))]
     config.integer("sliding_window")  # without one, transformers would rotate all layers
-    layers = []
-    for window in read_windows(config, has_window):
-        settings: dict[str, Any] = {"rotary": NO_ROTARY} if window is None else {}
-        attention = read_attention(config, normalized="head", window=window, **settings)
-        layers.append(Layer((Block(attention, is_normed=True), Block(moe, is_normed=True))))
+    attentions = rotated_in_windows(read_attention(config, normalized="head"), read_windows(config, has_window))
+    layers = [Layer((Block(attention, is_normed=True), Block(moe, is_normed=True))) for attention in attentions]
     return read_model(config, layers)
 
 
