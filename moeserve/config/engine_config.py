@@ -90,7 +90,7 @@ class StoreConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The limits of requests and steps, and drafting."""
+    """Limits on requests and steps, and speculative decoding."""
 
     max_model_len: int
     max_model_len_may_shrink: bool  # True if the user did not set it, so that a small KV cache may reduce it

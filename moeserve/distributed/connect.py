@@ -54,7 +54,7 @@ def connect(
     transport: TransportName = "auto",
     device: torch.device = CPU,
 ) -> Groups:
-    """Meet the other ranks of the mesh, and connect to them. collective: all ranks of the mesh.
+    """Meet the other ranks of the mesh, and connect to them. Collective: all ranks of the mesh.
 
     gloo and NCCL listen on the address from which this rank reaches the store, or on the loopback interface if the
     store is on this host. Shared memory uses no network address.

@@ -43,7 +43,7 @@ def connect(
     timeout_s: float,
     library: TorchSymmetricMemory,
 ) -> OneShotAllReduce:
-    """Map memory between the ranks of a group, and check that it works. collective: all ranks of the group.
+    """Map memory between the ranks of a group, and check that it works. Collective: all ranks of the group.
 
     All memory is allocated here, so that graphs can be captured afterwards.
 
@@ -83,7 +83,7 @@ class _Attempts:
         self._num_made = 0
 
     def make(self, do: Callable[[], Result]) -> Result:
-        """Return the result of `do`. collective: all ranks of the group.
+        """Return the result of `do`. Collective: all ranks of the group.
 
         Raises:
             TransportUnavailable: on all ranks, if `do` fails on any.
@@ -199,7 +199,7 @@ class TorchSymmetricMemory:
         return memory
 
     def map(self, name: str, memory: Tensor) -> None:
-        """Map the memory of all ranks into each other's address space. collective: all ranks of the group."""
+        """Map the memory of all ranks into each other's address space. Collective: all ranks of the group."""
         _c10d()._SymmetricMemory.rendezvous(memory, name)
 
     def all_reduce(self, name: str, memory: Tensor, x: Tensor) -> Tensor:

@@ -177,6 +177,14 @@ def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_exp
     return num_experts, top_k
 
 
+def read_router_without_groups(config: ConfigValues, *keys: str, scale: float = 1.0) -> RouterConfig:
+    """Read a sigmoid router with a learned correction, whose weights are normalised. `keys`: see `read_num_experts`."""
+    num_experts, top_k = read_num_experts(config, *keys)
+    return RouterConfig(
+        num_experts=num_experts, top_k=top_k, scoring="sigmoid", is_normalized=True, has_correction=True, scale=scale
+    )
+
+
 def read_groups(config: ConfigValues, num_experts: int, top_k: int, *, key: str = "n_group") -> tuple[int, int]:
     """Read the number of groups of experts, and how many groups are chosen for a token."""
     num_groups, num_chosen = config.integer(key), config.integer("topk_group")

@@ -159,7 +159,7 @@ class AdmissionQueue:
         self.loading[request.request_id] = self.waiting.pop(request.request_id)
 
     def _drop_source(self, request: LiveRequest) -> None:
-        """Free the blocks of a request's source, which no output of its prompt needs any more."""
+        """Free the blocks that another engine holds for a request. No request of this prompt will read them."""
         assert self._transfers is not None
         for other in self._waiting_for_source(request):
             other.kv_source = None

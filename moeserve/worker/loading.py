@@ -55,7 +55,7 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> LoadedModel:
-    """Return this rank's part of a checkpoint's model, with its weights. collective: all ranks.
+    """Return this rank's part of a checkpoint's model, with its weights. Collective: all ranks.
 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.

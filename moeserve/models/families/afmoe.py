@@ -13,14 +13,13 @@ from moeserve.models.fields import (
     read_attention,
     read_hidden_size,
     read_model,
-    read_num_experts,
     read_num_layers,
+    read_router_without_groups,
     read_width,
     read_windows,
     rotated_in_windows,
 )
 from moeserve.models.model_config import Block, Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -28,16 +27,10 @@ def read(config: ConfigValues) -> ModelConfig:
     for key, only in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
         config.require(key, only)
     num_layers = read_num_layers(config)
-    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(
-        router=RouterConfig(
-            num_experts=num_experts,
-            top_k=top_k,
-            scoring="sigmoid",
-            is_normalized=True,
-            has_correction=True,
-            scale=config.number("route_scale", 1.0),
+        router=read_router_without_groups(
+            config, "num_experts", "num_local_experts", scale=config.number("route_scale", 1.0)
         ),
         expert_width=expert_width,
         shared=SharedExpertsConfig(width=config.integer("num_shared_experts", 1, high=2**10) * expert_width),

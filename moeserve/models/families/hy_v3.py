@@ -10,12 +10,11 @@ from moeserve.models.fields import (
     read_attention,
     read_listed_dense,
     read_model,
-    read_num_experts,
+    read_router_without_groups,
     read_width,
     with_draft_layer,
 )
 from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -23,16 +22,10 @@ def read(config: ConfigValues) -> ModelConfig:
     config.require("qk_norm", True)
     config.require("route_norm", True)
     config.require("moe_router_enable_expert_bias", True)
-    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(
-        router=RouterConfig(
-            num_experts=num_experts,
-            top_k=top_k,
-            scoring="sigmoid",
-            is_normalized=True,
-            has_correction=True,
-            scale=config.number("router_scaling_factor"),
+        router=read_router_without_groups(
+            config, "num_experts", "num_local_experts", scale=config.number("router_scaling_factor")
         ),
         expert_width=expert_width,
         shared=SharedExpertsConfig(width=config.integer("num_shared_experts", high=2**10) * expert_width),

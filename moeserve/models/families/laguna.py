@@ -12,28 +12,21 @@ from moeserve.models.fields import (
     read_attention,
     read_listed_dense,
     read_model,
-    read_num_experts,
     read_num_layers,
+    read_router_without_groups,
     read_width,
     read_windows,
 )
 from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
     config.require("gating", True, "per-head", "per-element")
     config.require("moe_apply_router_weight_on_input", False)
     config.require("moe_router_logit_softcapping", 0.0)
-    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     moe = MoEConfig(
-        router=RouterConfig(
-            num_experts=num_experts,
-            top_k=top_k,
-            scoring="sigmoid",
-            is_normalized=True,
-            has_correction=True,
-            scale=config.number("moe_routed_scaling_factor", 1.0),
+        router=read_router_without_groups(
+            config, "num_experts", "num_local_experts", scale=config.number("moe_routed_scaling_factor", 1.0)
         ),
         expert_width=read_width(config, "moe_intermediate_size"),
         shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size")),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import BLOCK_SPARSE, Family
-from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
+from moeserve.models.fields import read_attention, read_model, read_num_layers, read_router_without_groups, read_width
 from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
@@ -15,11 +14,8 @@ def read(config: ConfigValues) -> ModelConfig:
     config.require("use_qk_norm", True)
     config.require("qk_norm_type", "per_layer")
     config.require("shared_intermediate_size", 0)
-    num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
     moe = MoEConfig(
-        router=RouterConfig(
-            num_experts=num_experts, top_k=top_k, scoring="sigmoid", is_normalized=True, has_correction=True
-        ),
+        router=read_router_without_groups(config, "num_local_experts", "num_experts"),
         expert_width=read_width(config, "intermediate_size"),
     )
     head_dim = config.integer("head_dim", high=2**14)

@@ -15,12 +15,11 @@ from moeserve.models.fields import (
     LAYER_TYPES,
     read_attention,
     read_model,
-    read_num_experts,
     read_num_layers,
+    read_router_without_groups,
     read_width,
 )
 from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import Activation, LimitedSwiGLU, SwiGLU
 
 
@@ -107,15 +106,9 @@ def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionConfig:
 
 
 def _read_experts(config: ConfigValues, activation: Activation, of_shared: Activation) -> MoEConfig:
-    num_experts, top_k = read_num_experts(config, "n_routed_experts", "num_local_experts")
     return MoEConfig(
-        router=RouterConfig(
-            num_experts=num_experts,
-            top_k=top_k,
-            scoring="sigmoid",
-            is_normalized=True,
-            has_correction=True,
-            scale=config.number("moe_router_scaling_factor", 1.0),
+        router=read_router_without_groups(
+            config, "n_routed_experts", "num_local_experts", scale=config.number("moe_router_scaling_factor", 1.0)
         ),
         expert_width=read_width(config, "moe_intermediate_size"),
         activation=activation,
