@@ -62,9 +62,9 @@ DBRX = Family(
     model_type="dbrx",
     read=read,
     names=(
-        (r"^transformer\.wte\.", "model.embed_tokens."),
-        (r"^transformer\.norm_f\.", "model.norm."),
-        (r"^transformer\.blocks\.", "model.layers."),
+        (r"^(?:transformer|model)\.wte\.", "model.embed_tokens."),
+        (r"^(?:transformer|model)\.norm_f\.", "model.norm."),
+        (r"^(?:transformer|model)\.blocks\.", "model.layers."),
         (r"\.norm_attn_norm\.norm_1\.", ".input_layernorm."),
         (r"\.norm_attn_norm\.norm_2\.", ".post_attention_layernorm."),
         (r"\.norm_attn_norm\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
