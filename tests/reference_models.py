@@ -185,6 +185,14 @@ ARIA_IMAGES: dict[str, Any] = dict(
 )
 
 
+def ocr_images(**encoder: Any) -> dict[str, Any]:
+    """A model for images of DeepSeek-OCR 2 or Unlimited OCR. The last convolution has as many outputs as `encoder`."""
+    of_pixels = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, image_size=32, patch_size=8)
+    sam = of_pixels | dict(output_channels=16, mlp_dim=16, global_attn_indexes=[0], downsample_channels=[16, 16])
+    of_patches = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16) | encoder
+    return dict(vision_config=dict(sam_config=sam, encoder_config=of_patches), initializer_range=0.25)
+
+
 def ernie_experts(num: int, top_k: int, *, shared: int, width: int) -> dict[str, Any]:
     return dict(moe_num_experts=num, moe_k=top_k, moe_num_shared_experts=shared, moe_intermediate_size=width)
 
@@ -743,6 +751,30 @@ SHAPES = {
         rms_norm_eps=0.01,
         beside_text=ARIA_IMAGES,
         seed=2,
+    ),
+    "deepseek-ocr2": shape(
+        "DeepseekOcr2",
+        sizes(hidden=40, layers=3),
+        heads(4, 2),
+        rope(rope_theta=500.0),
+        grouped_experts(8, 3, shared=1, width=17, groups=(4, 2), scale=1.5),
+        topk_method="group_limited_greedy",
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        beside_text=ocr_images(num_key_value_heads=2),
+        seed=2,
+    ),
+    "deepseek-ocr2-odd": shape(
+        "DeepseekOcr2",
+        sizes(hidden=42, vocab=131),
+        heads(3, 3),
+        grouped_experts(7, 2, shared=2, width=13, groups=(1, 1), scale=1.0),
+        rope(),
+        topk_method="greedy",
+        mlp_layer_types=["sparse", "sparse"],
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        beside_text=ocr_images(num_key_value_heads=2),
+        seed=1,
     ),
     "cohere2-moe": shape(
         "Cohere2Moe",
@@ -1723,6 +1755,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "qwen3_5_moe_text": "Qwen3_5Moe",
             "gemma4_text": "Gemma4",
             "aria_text": "AriaText",
+            "deepseek_ocr2_text": "DeepseekOcr2Text",
         }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
         text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))
@@ -1777,7 +1810,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     if family.startswith("Deepseek"):
         if values["rope_scaling"]:
             scaling["type"] = scaling.pop("rope_type")
-        is_v2 = family == "DeepseekV2"
+        is_v2 = family in ("DeepseekV2", "DeepseekOcr2Text")
         values["scoring_func"] = "softmax" if is_v2 else "sigmoid"
         values["topk_method"] = values.get("topk_method") if is_v2 else "noaux_tc"
         values |= dict(moe_layer_freq=1, ep_size=1, aux_loss_alpha=0.001, seq_aux=True)

@@ -80,6 +80,7 @@ NEWER = (
     "laguna",
     "aria",
     "cohere2-moe",
+    "deepseek-ocr2",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

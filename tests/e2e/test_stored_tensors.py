@@ -238,6 +238,7 @@ OWN_FORMS = [
     "afmoe",
     "axk1",
     "dbrx",
+    "deepseek-ocr2",
     "exaone-moe",
     "flint",
     "granite-swa",

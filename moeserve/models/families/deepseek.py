@@ -25,16 +25,18 @@ from moeserve.ops.routing.interface import RouterConfig
 
 
 def read_v2(config: ConfigValues) -> ModelConfig:
+    return _read(config, read_v2_router(config), is_interleaved=True)
+
+
+def read_v2_router(config: ConfigValues) -> RouterConfig:
+    """Read a softmax router with groups of experts, or without them."""
     config.require("scoring_func", "softmax")
     config.require("topk_method", "greedy", "group_limited_greedy")
     config.require("norm_topk_prob", False)
-    if config.get("topk_method") == "greedy":  # ignores the groups
-        num_experts, top_k = read_num_experts(config, "n_routed_experts")
-        scale = config.number("routed_scaling_factor")
-        router = RouterConfig(num_experts=num_experts, top_k=top_k, scale=scale)
-    else:
-        router = read_grouped_router(config)
-    return _read(config, router, is_interleaved=True)
+    if config.get("topk_method") != "greedy":
+        return read_grouped_router(config)
+    num_experts, top_k = read_num_experts(config, "n_routed_experts")  # ignores the groups
+    return RouterConfig(num_experts=num_experts, top_k=top_k, scale=config.number("routed_scaling_factor"))
 
 
 def read_v3(config: ConfigValues) -> ModelConfig:
