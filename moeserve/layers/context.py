@@ -25,6 +25,7 @@ class ModelContext:
     quantization: QuantizationName | None = None
     has_float8_cache: bool = False  # of keys and values
     block_size: int = 16  # tokens of a block of the KV cache
+    max_model_len: int = 0  # of requests, which chooses one of LongRoPE's scalings
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
 
     @property

@@ -107,20 +107,31 @@ class ProportionalScaling:
         return torch.where(is_rotated_F, frequencies_F / self.factor, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753) within the original context: divides the frequency of each pair by its short factor.
+@dataclass(frozen=True)
+class PairScaling:
+    """Divides the frequency of each pair by its own number, [F]."""
 
-    Longer contexts have other factors, which are not implemented: `ModelConfig.max_position_embeddings` is the
-    original context. Transformers takes the short factors in any context.
-    """
-
-    short_factors: tuple[float, ...]
-    original_max_position_embeddings: int
+    divisors: tuple[float, ...]
     attention_factor: float
 
     def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
-        return frequencies_F / torch.tensor(self.short_factors, dtype=torch.float32)
+        return frequencies_F / torch.tensor(self.divisors, dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753): one scaling within the original context, another one beyond it.
+
+    As in vLLM, `max_model_len` chooses one of them for all requests. The authors' code goes over to the other one when
+    a request grows beyond the original context, and then reads keys with both.
+    """
+
+    short: PairScaling
+    long: PairScaling
+    original_max_position_embeddings: int
+
+    def is_long(self, max_model_len: int) -> bool:
+        return max_model_len > self.original_max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ class NoScaling:
 
 
 Scaling: TypeAlias = (
-    LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | ProportionalScaling | LongRopeScaling | NoScaling
+    LinearScaling | Llama3Scaling | YarnScaling | NtkScaling | ProportionalScaling | PairScaling | NoScaling
 )
 
 
@@ -144,16 +155,23 @@ class RotaryConfig:
 
     dim: int  # even number of values at the beginning of a head that are rotated
     theta: float
-    scaling: Scaling | None = None
+    scaling: Scaling | LongRopeScaling | None = None
     is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
     stride: int = 1  # positions are rounded down to multiples of this: all tokens of a window rotate alike
     is_reversed: bool = False  # by the negative angle, which undoes a rotation
     has_learned_factors: bool = False  # of the frequencies: exponentials of learned numbers (LeRoPE)
 
+    def within(self, max_model_len: int) -> RotaryConfig:
+        """Return the embedding of an engine whose longest request has `max_model_len` tokens."""
+        if not isinstance(self.scaling, LongRopeScaling):
+            return self
+        is_long = self.scaling.is_long(max_model_len)
+        return replace(self, scaling=self.scaling.long if is_long else self.scaling.short)
+
     @property
     def attention_factor(self) -> float:
         """The factor of cosines and sines."""
-        kinds = YarnScaling | LongRopeScaling | NoScaling
+        kinds = YarnScaling | PairScaling | NoScaling
         return self.scaling.attention_factor if isinstance(self.scaling, kinds) else 1.0
 
     @property
@@ -165,6 +183,7 @@ class RotaryConfig:
         """Return the radians per position of each pair, [F] float32."""
         exponents_F = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
         frequencies_F = 1.0 / self.theta**exponents_F
+        assert not isinstance(self.scaling, LongRopeScaling), "the length of requests chooses one of two scalings"
         return frequencies_F if self.scaling is None else self.scaling.scale(frequencies_F, self.theta)
 
 
@@ -234,10 +253,13 @@ Rotations = Mapping[RotaryConfig | TemperatureConfig, Rotation]
 class Rotaries(nn.Module):
     """The rotations and temperatures of all layers of a model, on its device."""
 
-    def __init__(self, configs: Iterable[RotaryConfig | TemperatureConfig], device: torch.device) -> None:
+    def __init__(
+        self, configs: Iterable[RotaryConfig | TemperatureConfig], device: torch.device, max_model_len: int
+    ) -> None:
         super().__init__()
         self._of_config = {
-            config: Rotary(config, device) if isinstance(config, RotaryConfig) else config for config in configs
+            config: Rotary(config.within(max_model_len), device) if isinstance(config, RotaryConfig) else config
+            for config in configs
         }
         # So that torch finds their learned factors.
         self.registered = nn.ModuleList(self._rotaries)

@@ -15,6 +15,7 @@ from moeserve.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    PairScaling,
     ProportionalScaling,
     RotaryConfig,
     Scaling,
@@ -295,7 +296,7 @@ class ConfigValues:
         return value
 
 
-def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scaling | None:
+def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scaling | LongRopeScaling | None:
     """Return the scaling of the rotary frequencies of `dim` values; None if they are not scaled.
 
     Args:
@@ -332,16 +333,17 @@ def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scal
 
 
 def _read_longrope(settings: ConfigValues, dim: int, context: int | None) -> LongRopeScaling:
-    factors = settings.values.get("short_factor")
-    if not isinstance(factors, list) or len(factors) != dim // 2:
-        raise settings.wrong("short_factor", f"must list a number for each of {dim // 2} pairs")
-    if not all(type(factor) in (int, float) and 0 < factor < LARGEST_NUMBER for factor in factors):
-        raise settings.wrong("short_factor", "must list numbers above 0")
-    return LongRopeScaling(
-        short_factors=tuple(map(float, factors)),
-        original_max_position_embeddings=settings.integer(ORIGINAL_CONTEXT, context),
-        attention_factor=settings.number("short_mscale"),
-    )
+    def read(length: str) -> PairScaling:
+        key = f"{length}_factor"
+        factors = settings.values.get(key)
+        if not isinstance(factors, list) or len(factors) != dim // 2:
+            raise settings.wrong(key, f"must list a number for each of {dim // 2} pairs")
+        if not all(type(factor) in (int, float) and 0 < factor < LARGEST_NUMBER for factor in factors):
+            raise settings.wrong(key, "must list numbers above 0")
+        return PairScaling(tuple(map(float, factors)), settings.number(f"{length}_mscale"))
+
+    original = settings.integer(ORIGINAL_CONTEXT, context)
+    return LongRopeScaling(short=read("short"), long=read("long"), original_max_position_embeddings=original)
 
 
 def _read_yarn(settings: ConfigValues, context: int | None) -> YarnScaling:

@@ -143,7 +143,7 @@ class Decoder(nn.Module):
                 cap=config.logits_cap,
                 has_bias=config.has_head_bias,
             )
-        self.rotaries = Rotaries(config.rotaries, context.device)
+        self.rotaries = Rotaries(config.rotaries, context.device, context.max_model_len)
         allocate_weights(self)
 
     def with_one_layer_of_each_kind(self) -> Decoder:

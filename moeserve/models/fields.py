@@ -12,7 +12,7 @@ from moeserve.layers.grouped_query.attention import AttentionConfig
 from moeserve.layers.latent.attention import LatentAttentionConfig
 from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NO_ROTARY, LongRopeScaling, RotaryConfig, YarnScaling
+from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, YarnScaling
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.routing.interface import RouterConfig
@@ -62,10 +62,7 @@ def with_draft_layer(model: ModelConfig, layer: Layer) -> ModelConfig:
 
 
 def _read_context(config: ConfigValues, layers: list[Layer], key: str) -> int:
-    """Return the maximum context length.
-
-    YaRN extends it even if the config's value under `key` was not changed. LongRoPE is limited to the original context.
-    """
+    """Return the maximum context length. YaRN extends it even if the config's value under `key` was not changed."""
     rotaries = {rotary for layer in layers for rotary in layer.rotaries}
     scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
     extended = (
@@ -73,8 +70,7 @@ def _read_context(config: ConfigValues, layers: list[Layer], key: str) -> int:
         for scaling in scalings
         if isinstance(scaling, YarnScaling)
     )
-    originals = (each.original_max_position_embeddings for each in scalings if isinstance(each, LongRopeScaling))
-    return min((max(config.integer(key), *extended, 0), *originals, MAX_CONTEXT))
+    return min(max(config.integer(key), *extended, 0), MAX_CONTEXT)
 
 
 def read_hidden_size(config: ConfigValues) -> int:

@@ -15,7 +15,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.placement.eplb import place_experts
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.network import AttentionCosts, NetworkConfig
-from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
+from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, TemperatureConfig
 from moeserve.layers.streams.residual import PlainStream, StreamConfig
 from moeserve.ops.rows.activations import num_parts_of
 
@@ -168,6 +168,11 @@ class ModelConfig:
         networks = (network.needs for layer in self.layers for network in layer.networks)
         needs = of_all([self.stream.needs, *networks])
         return dataclasses.replace(needs, keeps_state=self.cache_rules(needs.block_size).rows is not None)
+
+    def has_long_rotations(self, max_model_len: int) -> bool:
+        """Return True if an engine with this length of requests takes LongRoPE's scaling for long contexts."""
+        scalings = (each.scaling for each in self.rotaries if isinstance(each, RotaryConfig))
+        return any(each.is_long(max_model_len) for each in scalings if isinstance(each, LongRopeScaling))
 
     def cache_rules(self, block_size: int) -> CacheRules:
         """Return the rules of the groups that the layers of all ranks form."""

@@ -272,7 +272,7 @@ class TransformersModel(nn.Module):
         self._backends = [
             attention_operations.make(context.backend, _shape_of(attention, context)) for attention in self._attentions
         ]
-        self._rotaries = Rotaries(frozenset({NO_ROTARY}), context.device)
+        self._rotaries = Rotaries(frozenset({NO_ROTARY}), context.device, context.max_model_len)
         model = _build(folder, self._attend, self._run_experts, torch.device("cpu"), context.dtype)
         modules = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
         numbers = [number for number, layer in enumerate(config.layers) if layer.moes]

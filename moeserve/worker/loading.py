@@ -74,6 +74,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         quantization=weights.quantization,
         has_float8_cache=config.cache.has_float8_cache,
         block_size=config.cache.block_size,
+        max_model_len=config.schedule.max_model_len,
     )
     dispatchers = _open_dispatchers(config, description, placements, context)
     if weights.model_impl == "transformers":
@@ -260,4 +261,5 @@ def _cache_facts(config: EngineConfig, model: RankModel) -> dict[str, str]:
         "device": config.compute.device,
         "kernels": model.context.backend.instruction_set,
         "block_size": str(config.cache.block_size),
+        "has_long_rotations": str(model.config.has_long_rotations(model.context.max_model_len)),
     }

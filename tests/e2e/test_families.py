@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from chunks import make_chunk
-from reference_models import Reference, in_the_style_of_the_hub
+from reference_models import SHAPES, Reference, in_the_style_of_the_hub, make_reference
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
@@ -205,6 +206,23 @@ def assert_model_is_the_same(folder: Path, reference: Reference) -> None:
     text = reference.prompts(90, seed=3)[0]
     torch.testing.assert_close(reread(folder, reference, dtype=torch.float32).logits(text), reference.logits(text))
     assert tokens_in(folder, reference.prompts(*LENGTHS)) == continuations(reference)
+
+
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_longrope_scales_by_the_longest_request(length: str, tmp_path: Path) -> None:
+    """If requests may be longer than the original context, all positions have the factors of long contexts."""
+    shape = SHAPES["phimoe"]
+    rope = shape.settings["rope_parameters"]
+    always = {f"{each}_{kind}": rope[f"{length}_{kind}"] for kind in ("factor", "mscale") for each in ("short", "long")}
+    settings = shape.settings | {"rope_parameters": rope | always}
+    reference = make_reference(tmp_path, dataclasses.replace(shape, settings=settings, seed=2))
+    config = json.loads((tmp_path / "config.json").read_text())
+    original = {"original_max_position_embeddings": 64}
+    config |= original | {"rope_parameters": config["rope_parameters"] | rope | original}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    max_model_len = 65 if length == "long" else 64
+    with LLM(tmp_path, dtype="float32", kv_cache_memory=CACHE, max_model_len=max_model_len) as llm:
+        assert tokens_of(llm, reference.prompts(*LENGTHS)) == continuations(reference)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reference_models import SHAPES, in_the_style_of_the_hub
 
-from moeserve import LLM, CheckpointError, SettingsError
+from moeserve import LLM, CheckpointError
 from moeserve.models.registry import read_facts
 
 ABSENT = object()
@@ -251,7 +251,7 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
 # Values of rope_scaling.
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "original_max_position_embeddings": 32, "low_freq_factor": 4}
-LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32, "short_mscale": 1.2}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 32, "short_mscale": 1.2, "long_mscale": 1.5}
 SCALINGS: list[tuple[dict[str, Any], str]] = [
     ({"type": "spiral", "factor": 2.0}, "rope_type='spiral'"),
     ({"type": "linear"}, "rope_scaling.factor is missing"),
@@ -279,6 +279,7 @@ COMBINED = [
     ("glm5", {"indexer_types": None, "index_topk_freq": 0}, "index_topk_freq=0"),
     ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 4 + [0]}}, "rope_scaling.short_factor="),
     ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 5, "short_mscale": 0}}, "short_mscale=0"),
+    ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 5}}, "rope_scaling.long_factor=None"),
     *((name, {"rope_scaling": scaling}, says) for name in EVERY for scaling, says in SCALINGS),
 ]
 
@@ -336,10 +337,3 @@ def test_the_engine_refuses_before_it_looks_for_weights(tmp_path: Path) -> None:
 )
 def test_what_looks_wrong_but_is_not(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     assert read_facts(folder_with(tmp_path, name, changes)).vocab_size == SHAPES[name].config().vocab_size
-
-
-def test_longrope_ends_with_the_original_context(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, "phimoe", {"original_max_position_embeddings": 100})
-    assert read_facts(folder).max_position_embeddings == 100
-    with pytest.raises(SettingsError, match=r"max_model_len=101 .*100"):
-        LLM(folder, max_model_len=101)

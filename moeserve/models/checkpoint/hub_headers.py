@@ -14,7 +14,7 @@ from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
 from moeserve.models.checkpoint.cache_folders import written_once
 from moeserve.models.checkpoint.hub_client import HubClient
-from moeserve.models.gguf.file import ROPE_FACTORS, SHORT_ROPE_FACTORS
+from moeserve.models.gguf.file import LONGROPE_FACTORS, ROPE_FACTORS
 from moeserve.models.gguf.reader import open_gguf
 
 FILES_AT_ONCE = 8
@@ -90,7 +90,7 @@ def _copy_gguf_header(hub: HubClient, name: str, path: Path) -> None:
             if is_whole or len(data) >= min((tensor.start for tensor in tensors.values()), default=0):
                 break
         num_bytes *= 4
-    for factors in (tensors[each] for each in (ROPE_FACTORS, SHORT_ROPE_FACTORS) if each in tensors):
+    for factors in (tensors[each] for each in (ROPE_FACTORS, *LONGROPE_FACTORS.values()) if each in tensors):
         _write(path, factors.start, hub.read(name, factors.start, factors.data.nbytes)[0], size)
 
 

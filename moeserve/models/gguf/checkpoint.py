@@ -28,9 +28,8 @@ from moeserve.models.checkpoint.tokenizer_files import UNREAD_TOKENIZER
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf.architectures import ARCHITECTURES, File, Part, numbers_of_layers
 from moeserve.models.gguf.file import (
-    OTHER_ROPE_FACTORS,
+    LONGROPE_FACTORS,
     ROPE_FACTORS,
-    SHORT_ROPE_FACTORS,
     TOKEN_ID_KEYS,
     as_written,
     llama3_scaling,
@@ -87,7 +86,7 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
             translated = dataclasses.replace(name, kind=part.name).translated() or stored.name
             if translated in found:
                 raise CheckpointError(f"{shard}: {stored.name!r} and another tensor are both the model's {translated}")
-            if stored.name not in (ROPE_FACTORS, *OTHER_ROPE_FACTORS):
+            if stored.name not in (ROPE_FACTORS, *LONGROPE_FACTORS.values()):
                 found[translated] = _reshaped(GgufTensor(shard, stored, part.rows, part.columns), name.kind)
     for full_name, maps in apart.items():
         if full_name not in found and maps.keys() >= {"attn_k_b", "attn_v_b"}:  # some files have both forms
@@ -209,7 +208,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     num_draft_layers = values.integer("nextn_predict_layers", 0, low=0)
     parsed = [GgufName.parse(each) for each in tensors]
     kinds = frozenset(each.kind + each.end for each in parsed)
-    short_factors = tensors.get(SHORT_ROPE_FACTORS)
+    factors = {length: tensors[name][1] for length, name in LONGROPE_FACTORS.items() if name in tensors}
     config = {
         "dtype": "bfloat16",
         "quantization_config": {"quant_method": "gguf"},
@@ -227,7 +226,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
         "max_position_embeddings": values.integer("context_length"),
         "rms_norm_eps": as_written(values.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(values) if short_factors is None else _longrope(values, short_factors[1]),
+        "rope_scaling": _longrope(values, factors) if factors else _rope_scaling(values),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": ids["bos"],
@@ -240,12 +239,13 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     return config | ARCHITECTURES[name].config(File(values, frozenset(tensors), kinds, config))
 
 
-def _longrope(values: ConfigValues, short_factors: StoredArray) -> dict[str, Any]:
-    factor = as_written(values.number("rope.scaling.attn_factor", 1.0))
+def _longrope(values: ConfigValues, factors: dict[str, StoredArray]) -> dict[str, Any]:
+    mscale = as_written(values.number("rope.scaling.attn_factor", 1.0))
+    lists = {length: [as_written(each) for each in array.read().tolist()] for length, array in factors.items()}
     return {
         "rope_type": "longrope",
-        "short_factor": [as_written(each) for each in short_factors.read().tolist()],
-        "short_mscale": factor,
+        **{f"{length}_factor": each for length, each in lists.items()},
+        **{f"{length}_mscale": mscale for length in lists},
         "original_max_position_embeddings": values.integer("rope.scaling.original_context_length"),
     }
 

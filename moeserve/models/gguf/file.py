@@ -17,8 +17,7 @@ from moeserve.models.gguf.reader import open_gguf
 from moeserve.models.gguf.tokenizer import write_tokenizer
 
 ROPE_FACTORS = "rope_freqs.weight"
-SHORT_ROPE_FACTORS = "rope_factors_short.weight"  # of LongRoPE, in contexts up to the original one
-OTHER_ROPE_FACTORS = (SHORT_ROPE_FACTORS, "rope_factors_long.weight")
+LONGROPE_FACTORS = {length: f"rope_factors_{length}.weight" for length in ("short", "long")}
 TOKEN_ID_KEYS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding")}
 _LLAMA3_CONTEXT = 8192  # positions that the models were trained with before their context was extended
 _LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3, of Llama 4
