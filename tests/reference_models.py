@@ -193,8 +193,17 @@ def ocr_images(**encoder: Any) -> dict[str, Any]:
     return dict(vision_config=dict(sam_config=sam, encoder_config=of_patches), initializer_range=0.25)
 
 
-def ernie_experts(num: int, top_k: int, *, shared: int, width: int) -> dict[str, Any]:
+def ernie_experts(num: int, top_k: int, *, shared: int, width: int | list[int]) -> dict[str, Any]:
     return dict(moe_num_experts=num, moe_k=top_k, moe_num_shared_experts=shared, moe_intermediate_size=width)
+
+
+def ernie_vl(*parts: dict[str, Any], theta: float, sections: list[int], **settings: Any) -> Shape:
+    """Return a shape of ERNIE-4.5-VL. Sections are the frequencies for height, width and time."""
+    is_tied = settings.get("tie_word_embeddings", True)
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16)
+    beside = dict(vision_config=vision, tie_word_embeddings=is_tied, initializer_range=0.25)
+    rotary = rope(rope_theta=theta, mrope_section=sections)
+    return shape("Ernie4_5_VLMoe", *parts, rotary, beside_text=beside, **settings)
 
 
 def gemma_experts(num: int, top_k: int, width: int) -> dict[str, Any]:
@@ -952,6 +961,26 @@ SHAPES |= {
         initializer_range=0.2,
         seed=1,
     ),
+    "ernie-vl": ernie_vl(
+        sizes(hidden=40, layers=3),
+        heads(5, 1),
+        ernie_experts(6, 2, shared=2, width=[17, 11]),
+        theta=5e5,
+        sections=[1, 1, 2],
+        seed=2,
+    ),
+    # as many experts as values of a hidden state; none is shared
+    "ernie-vl-odd": ernie_vl(
+        sizes(hidden=18, layers=4, vocab=127),
+        heads(6, 2, 10),
+        ernie_experts(18, 3, shared=0, width=[19, 19]),
+        theta=1e4,
+        sections=[2, 2, 1],
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        tie_word_embeddings=False,
+        rms_norm_eps=0.01,
+        seed=5,
+    ),
     "dots1": shape(
         "Dots1",
         sizes(hidden=40, layers=3),
@@ -1579,7 +1608,11 @@ class Reference:
 
     def _routers(self) -> list[nn.Module]:
         ends = ("Router", "HunYuanMoEV1Gate")
-        routers = [module for module in self.model.modules() if type(module).__name__.endswith(ends)]
+        routers = [
+            module
+            for name, module in self.model.named_modules()
+            if type(module).__name__.endswith(ends) and ".vision_moe." not in name
+        ]
         assert routers
         return routers
 
@@ -1755,6 +1788,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "qwen3_5_moe_text": "Qwen3_5Moe",
             "gemma4_text": "Gemma4",
             "aria_text": "AriaText",
+            "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeText",
             "deepseek_ocr2_text": "DeepseekOcr2Text",
         }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"

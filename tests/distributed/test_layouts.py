@@ -56,6 +56,7 @@ NEWER = (
     "kimi-k25-tied",
     "minimax-m2",
     "ernie-odd",
+    "ernie-vl-odd",
     "dots1",
     "hunyuan",
     "hy-v3",
@@ -102,7 +103,7 @@ def test_tokens_of_transformers(
     options = dict(dispatcher=dispatcher, num_redundant_experts=num_redundant)
     stories = play(ranks, reference, tp, dp, max_small_tokens, **options)
     text = reference.model.config.get_text_config()
-    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
     of_experts = getattr(text, "ffn_config", text)
     top_k = next(getattr(of_experts, key) for key in keys if hasattr(of_experts, key))
     worker_groups.check_counts(stories, tp, top_k)

@@ -252,6 +252,8 @@ OWN_FORMS = [
     "deepseek-v4-odd",
     "dots1",
     "ernie",
+    "ernie-vl",
+    "ernie-vl-odd",
     "flex-olmo",
     "gemma4",
     "glm4-moe",

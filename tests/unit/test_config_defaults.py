@@ -43,7 +43,7 @@ EXCEPTIONS = {
     # Without a list, all layers of Granite 4 are recurrent, and moeserve needs one with attention.
     *((name, "layer_types") for name in ("granite-hybrid", "granite-hybrid-rope")),
     # If the language model's config has no such flag, that of the whole model decides.
-    ("kimi-k25-tied", "tie_word_embeddings"),
+    *((name, "tie_word_embeddings") for name in ("kimi-k25-tied", "ernie-vl-odd")),
     # The theta of published configs is in attn_config, where transformers does not read it.
     *((name, key) for name in ("dbrx", "dbrx-odd") for key in ("attn_config", "rope_parameters")),
 }

@@ -74,7 +74,7 @@ def test_other_dense_models_are_named_as_such_without_a_command(model_type: str,
 
 MOE = [
     *("jamba", "dbrx", "nllb-moe", "switch_transformers", "jetmoe", "flex_olmo", "afmoe", "doge"),
-    *("deepseek_v3", "gpt_oss", "ernie4_5_vl_moe"),
+    *("deepseek_v3", "gpt_oss"),
 ]
 
 

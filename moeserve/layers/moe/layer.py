@@ -43,6 +43,7 @@ class MoEConfig(FeedForwardConfig):
     averages_shared: bool = False  # the output is half the sum of routed and shared experts (Cohere)
     # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
     weighs_inputs: bool = False
+    num_unused_experts: int = 0  # stored behind those of the router (ERNIE-4.5-VL)
     # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
     latent_size: int | None = None  # None: the model's width
 

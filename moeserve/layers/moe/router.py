@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.layers.rows import At, Row, some_columns, whole
+from moeserve.layers.rows import At, Row, some_columns, some_rows, whole
 from moeserve.ops import pairs, routing
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
@@ -58,7 +58,10 @@ class Router(nn.Module):
             factor: multiplies the stored weights.
             may_lack_correction: a correction that is not stored is zero.
         """
-        yield at("weight"), whole(self.weight, factor=factor)
+        if at.has("transposed"):  # [hidden size, experts]
+            yield at("transposed"), whole(self.weight.T, factor=factor)
+        else:
+            yield at("weight"), whole(self.weight, factor=factor)
         if self.bias is not None:
             yield at("bias"), whole(self.bias)
         if self.correction is not None:
@@ -67,8 +70,11 @@ class Router(nn.Module):
                 zeros = some_columns(correction_E[:, None], slice(0, 1), self.weight.shape[1])
                 yield at("weight"), dataclasses.replace(zeros, factor=0.0)
             else:
-                is_matrix = len(at.stored.get(at(name), ())) == 2  # [1, experts]
-                yield at(name), whole(correction_E[None] if is_matrix else correction_E)
+                shape = at.stored.get(at(name), ())
+                if len(shape) == 2:  # the first row is that of text
+                    yield at(name), some_rows(correction_E[None], slice(0, 1), shape[0])
+                else:
+                    yield at(name), whole(correction_E)
         if self.factors is not None:
             yield at("per_expert_scale"), whole(self.factors)
         if self.table is not None:

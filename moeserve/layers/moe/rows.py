@@ -73,7 +73,7 @@ def _separate(at: At, moe: MoELayer) -> Iterator[Row]:
         if down.bias is not None:
             yield own("down_proj.bias"), whole(down.bias[slot])
     # Zero experts have no weights, but transformers saves some that it does not use.
-    num_stored = moe.placement.num_logical + moe.config.router.num_zero_experts
+    num_stored = moe.placement.num_logical + moe.config.router.num_zero_experts + moe.config.num_unused_experts
     for expert in set(range(num_stored)) - set(moe.local_experts):
         for name in (*GATE_UP, "down_proj"):
             yield at(f"{expert}.{name}.weight"), None

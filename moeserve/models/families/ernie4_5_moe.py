@@ -23,20 +23,23 @@ from moeserve.ops.routing.interface import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:
-    config.require("use_bias", False)
-    num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_k")
-    expert_width = read_width(config, "moe_intermediate_size")
-    num_shared = config.integer("moe_num_shared_experts", low=0, high=2**10)
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True, has_correction=True),
-        expert_width=expert_width,
-        shared=SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None,
-    )
+    moe = read_experts(config, read_width(config, "moe_intermediate_size"))
     attention = read_attention(config, is_interleaved=True)
     layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards_of(config, moe, _read_dense(config))]
     dense = DenseConfig(width=read_width(config, "intermediate_size"))
     model = dataclasses.replace(read_model(config, layers), draft_shares_norm=True)
     return with_draft_layer(model, Layer.of(attention, dense))
+
+
+def read_experts(config: ConfigValues, width: int) -> MoEConfig:
+    config.require("use_bias", False)
+    num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_k")
+    num_shared = config.integer("moe_num_shared_experts", low=0, high=2**10)
+    return MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True, has_correction=True),
+        expert_width=width,
+        shared=SharedExpertsConfig(width=num_shared * width) if num_shared else None,
+    )
 
 
 def _read_dense(config: ConfigValues) -> list[bool]:
