@@ -736,6 +736,39 @@ SHAPES = {
         tie_word_embeddings=True,
         seed=2,
     ),
+    "beam": shape(
+        "Beam",
+        sizes(hidden=40, layers=4),
+        heads(6, 2, 12),
+        experts(12, 5, 17),
+        n_group=4,
+        topk_group=2,
+        layer_types=[SLIDING, FULL, SLIDING, FULL],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        sliding_window=9,
+        rms_norm_eps=0.01,
+        final_logit_softcapping=4.0,
+        seed=3,
+    ),
+    # biases, layers with windows that are not rotated and others that are, weights that do not sum to one, no cap
+    "beam-odd": shape(
+        "Beam",
+        sizes(hidden=33, layers=3, vocab=127),
+        heads(3, 1, 14),
+        experts(6, 2, 19),
+        n_group=1,
+        topk_group=1,
+        layer_types=[FULL, SLIDING, FULL],
+        mlp_layer_types=["sparse"] * 3,
+        rope_parameters={SLIDING: None, FULL: dict(rope_type="default", rope_theta=500.0)},
+        sliding_window=7,
+        attention_bias=True,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        final_logit_softcapping=None,
+        tie_word_embeddings=True,
+        seed=1,
+    ),
     "aria": shape(
         "Aria",
         sizes(hidden=40),
@@ -1829,7 +1862,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["swa_rope_theta"] = scaling[SLIDING]["rope_theta"]
         values |= {key: scaling[FULL][key] for key in ("rope_theta", "partial_rotary_factor")}
         return values
-    if family == "Mellum":
+    if family in ("Mellum", "Beam"):
         return values | dict(rope_parameters=scaling)
     values["rope_theta"] = scaling.pop("rope_theta")
     if "partial_rotary_factor" in scaling:

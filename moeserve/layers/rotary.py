@@ -231,17 +231,22 @@ def constant_factor(dim: int, factor: float) -> RotaryConfig:
 class TemperatureConfig:
     """The factor of a query at position p: 1 + weight * ln(1 + floor((p + offset) / length)) (arXiv 2501.19399).
 
-    It has the form of a rotation by an angle of zero, whose cosines are the factor.
+    If `is_power`, it is (1 + (p + offset) / length) ** weight (Beam). A temperature has the form of a rotation by an
+    angle of zero, whose cosines are the factor.
     """
 
     dim: int  # even number of values of a query
     weight: float
     length: int
     offset: int = 0
+    is_power: bool = False
 
     def at(self, positions_T: Tensor) -> Rotation:
-        lengths_T = torch.floor((positions_T.to(torch.float32) + self.offset) / self.length)
-        factors_T = 1.0 + self.weight * torch.log1p(lengths_T)
+        lengths_T = (positions_T.to(torch.float32) + self.offset) / self.length
+        if self.is_power:
+            factors_T = (self.weight * torch.log1p(lengths_T)).exp()
+        else:
+            factors_T = 1.0 + self.weight * torch.log1p(torch.floor(lengths_T))
         cosines_TF = factors_T[:, None].repeat(1, self.dim // 2)
         return Rotation(cosines_TF, torch.zeros_like(cosines_TF), is_interleaved=False)
 

@@ -55,10 +55,11 @@ class DecoderBlock(nn.Module):
         self.name, self.norm_name = f"{block.network.name}{suffix}", norm_name
         self.output_norm_name = f"{block.network.output_norm_name}{suffix}"
         self.network = block.network.build(build)
+        form = self.network.input_form
         self.place = stream.place(
             build,
-            self.network.input_form,
-            block.network.entry_norm(build),
+            form,
+            block.network.entry_norm(build) if block.norm is None else block.norm.build(build, form),
             has_norm=block.has_norm,
             is_normed=block.is_normed,
             is_scaled=block.is_scaled,

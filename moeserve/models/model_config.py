@@ -16,7 +16,7 @@ from moeserve.layers.moe.placement.eplb import place_experts
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.network import AttentionCosts, NetworkConfig
 from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, TemperatureConfig
-from moeserve.layers.streams.residual import PlainStream, StreamConfig
+from moeserve.layers.streams.residual import NormConfig, PlainStream, StreamConfig
 from moeserve.ops.rows.activations import num_parts_of
 
 MAX_TENSOR_PARALLEL = 2**10  # more than any layout has
@@ -28,6 +28,7 @@ class Block:
     """A network, and its place on the residual stream."""
 
     network: NetworkConfig
+    norm: NormConfig | None = None  # before the network; None: that of the network or of the stream
     has_norm: bool = True  # the network reads the stream normalised; False: as it is
     is_normed: bool = False  # the network's output is normalised before it is added
     ignores_norm: bool = False  # checkpoints may store a norm of the output, which is not used

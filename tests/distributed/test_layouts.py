@@ -82,6 +82,7 @@ NEWER = (
     "aria",
     "cohere2-moe",
     "deepseek-ocr2",
+    "beam",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

@@ -237,6 +237,7 @@ OWN_FORMS = [
     "cohere2-moe",
     "afmoe",
     "axk1",
+    "beam",
     "dbrx",
     "deepseek-ocr2",
     "exaone-moe",

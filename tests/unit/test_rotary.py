@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.beam.modeling_beam import compute_attention_scaling
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_interleave,
     yarn_apply_mscale,
 )
 
-from moeserve.layers.rotary import Rotary, RotaryConfig
+from moeserve.layers.rotary import Rotary, RotaryConfig, TemperatureConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.ops import rows as rows_ops
 from moeserve.ops.select import select_backend
@@ -115,3 +116,12 @@ def test_old_and_new_spelling_are_equivalent(tmp_path: Path) -> None:
         json.dumps({"rope_theta": 10000, "rope_scaling": {"type": "yarn", **scaling}})
     )
     assert ConfigValues.of_folder(tmp_path).rotary(64) == present
+
+
+def test_power_temperatures_are_those_of_transformers() -> None:
+    """The positions are those of long contexts, where the factors differ much from one."""
+    positions = torch.tensor([0, 7, 2047, 2048, 8191, 131071])
+    config = TemperatureConfig(dim=2, weight=0.1, length=2048, offset=1, is_power=True)
+    factors = config.at(positions).cosines[:, 0]
+    assert float(factors[-1]) > 1.5
+    torch.testing.assert_close(factors, compute_attention_scaling(positions[None])[0, 0, :, 0], atol=0, rtol=0)

@@ -25,7 +25,7 @@ from moeserve.layers.rows import At, Row, rows_of_heads, some_rows
 from moeserve.layers.weights import AnyWeights, QuantizationLimits
 from moeserve.ops import attention, rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.rows.interface import Rows, plain_rows
+from moeserve.ops.rows.interface import Rows
 
 # X = N * V
 
@@ -57,6 +57,7 @@ class AttentionConfig(NetworkConfig):
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Step-3.7)
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
     has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
+    has_biased_gate: bool = False  # as `has_gate`, with a bias for each head; the gate is named by `gate_name` (Beam)
     has_softplus_gates: bool = False  # softpluses instead of the sigmoids of both (Laguna)
     gate_name: str | None = None  # of its tensor; None: that of the queries, by head the query's rows, then the gate's
 
@@ -143,6 +144,9 @@ class Attention(OverTP):
         self.head_gates: Linear | None = None
         if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
+        elif config.has_biased_gate:
+            limits = QuantizationLimits(cuts=(self.heads.start * config.value_size,))
+            self.head_gates = Linear(hidden_size, output_size, context, has_bias=True, limits=limits)
         gate_rows = rows.make(context.backend).gate_rows
         self._gate_rows = functools.partial(gate_rows, is_softplus=config.has_softplus_gates)
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
@@ -221,10 +225,14 @@ class Attention(OverTP):
         for name, norm in (("q_norm", self.query_norm), ("k_norm", self.key_norm)):
             if not isinstance(norm, nn.Identity):
                 yield from norm.rows(at.under(name))
-        if self.head_gates is not None:
-            gates = self.head_gates
-            yield at("g_proj.weight"), some_rows(gates.weight, self.heads, config.num_heads, gates.weights)
         outputs, num_outputs = rows_of_heads(self.heads, config.value_size), config.num_heads * config.value_size
+        gates = self.head_gates
+        if gates is not None and gates.bias is not None:
+            yield at(f"{config.gate_name}.weight"), some_rows(gates.weight, outputs, num_outputs, gates.weights)
+            for bias_N in gates.bias.view(-1, config.value_size).unbind(1):
+                yield at("gate_bias"), some_rows(bias_N, self.heads, config.num_heads)
+        elif gates is not None:
+            yield at("g_proj.weight"), some_rows(gates.weight, self.heads, config.num_heads, gates.weights)
         yield from self.output.summed_rows(at.under("o_proj"), outputs, num_outputs, has_bias=config.has_output_bias)
 
     def partial_sum(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
@@ -253,8 +261,9 @@ class Attention(OverTP):
         query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step)
         attended_TX = self.backend.attend(query_TNH, cache, step, self.sinks).flatten(1)
         if self.head_gates is not None:
-            gates_P1 = self.head_gates(plain_rows(hidden_TD)).view(-1, 1)  # P pairs of token and head
-            attended_TX = self._gate_rows(gates_P1, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)
+            gates = self.head_gates(self.head_gates.weights.input_of(hidden_TD))
+            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
+            attended_TX = self._gate_rows(gates, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)
         return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
 
 

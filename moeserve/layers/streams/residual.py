@@ -46,6 +46,28 @@ class Place(nn.Module):
         raise NotImplementedError
 
 
+class NormConfig(Protocol):
+    """A kind of norm before a network."""
+
+    def build(self, build: Build, form: RowsForm) -> nn.Module:
+        """Return the norm. `form` is that of the rows that the network reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class NormOfSum:
+    """An RMSNorm of a mean of equally many terms, times the root of their number, for a stream that holds their sum.
+
+    Beam divides the residual stream by the root of the number of its terms. A norm does not depend on such a factor but
+    for its epsilon, which is multiplied by the number of terms.
+    """
+
+    num_terms: int
+
+    def build(self, build: Build, form: RowsForm) -> nn.Module:
+        return RMSNorm(build.hidden_size, build.norm_epsilon * self.num_terms, build.context, form)
+
+
 class StreamConfig(Protocol):
     """A kind of residual stream."""
 
@@ -73,7 +95,7 @@ class StreamConfig(Protocol):
 
         Args:
             form: the form of rows that the network reads.
-            entry_norm: the network's own norm before it.
+            entry_norm: the norm before the network, if it is not that of the stream.
             has_norm: False: the network reads the stream as it is, in plain rows.
             is_normed: the network's output is normalised.
             is_scaled: the stream is multiplied by a learned number behind the network.
@@ -95,6 +117,7 @@ class PlainStream:
 
     has_layer_norms: bool = False  # the norms are LayerNorms
     has_norm_biases: bool = True  # if they are
+    last_norm: NormConfig | None = None  # behind all networks; None: as those before networks
     width: int = 1
 
     @property
@@ -116,7 +139,8 @@ class PlainStream:
         return (ScaledResidual if is_scaled else Residual)(norm, output_norm, build)
 
     def last(self, build: Build) -> Residual:
-        return Residual(self.norm(build, "plain"), None, build)
+        norm = self.norm(build, "plain") if self.last_norm is None else self.last_norm.build(build, "plain")
+        return Residual(norm, None, build)
 
     def start(self, hidden_tD: Tensor) -> Tensor:
         return hidden_tD
