@@ -148,6 +148,63 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "phimoe": ("phimoe", {"expert_count": "num_local_experts"}),
+    "exaone_moe": (
+        "exaone-moe",
+        DEEPSEEK | {"expert_count": "num_experts", "expert_shared_count": "num_shared_experts"},
+    ),
+    "afmoe": (
+        "afmoe",
+        {
+            "expert_count": "num_experts",
+            "expert_shared_count": "num_shared_experts",
+            "leading_dense_block_count": "num_dense_layers",
+            "expert_weights_scale": "route_scale",
+            "expert_weights_norm": "route_norm",
+        },
+    ),
+    "laguna": (
+        "laguna",
+        {
+            "expert_count": "num_experts",
+            "attention.head_count": "num_attention_heads_per_layer",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "expert_weights_scale": "moe_routed_scaling_factor",
+        },
+    ),
+    "mellum": ("mellum", {"expert_count": "num_local_experts"}),
+    "mimo_v2_flash": ("mimo2", DEEPSEEK | {"attention.value_scale": "attention_value_scale"}),
+    "step3p5": (
+        "step35",
+        {
+            "expert_count": "n_routed_experts",
+            "expert_shared_feed_forward_length": "share_expert_dim",
+            "expert_weights_scale": "moe_router_scaling_factor",
+            "swiglu_clamp_exp": "swiglu_limits",
+            "swiglu_clamp_shexp": "swiglu_limits_shared",
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "expert_count": "num_experts",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            "block_count": "n_layers",
+            "embedding_length": "d_model",
+            "context_length": "max_seq_len",
+            "attention.head_count": "n_heads",
+            "attention.head_count_kv": "kv_n_heads",
+            "attention.clamp_kqv": "clip_qkv",
+            "feed_forward_length": "ffn_hidden_size",
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_top_k",
+        },
+    ),
     "nemotron_h": (
         "nemotron_h_moe",
         DEEPSEEK
@@ -164,20 +221,28 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
     "qwen3_next": ("qwen3next", DELTA),
     "qwen3_5_moe_text": ("qwen35moe", DELTA),
 }
-SIGMOID = ("glm4moe", "glm-dsa", "dots1", "minimax-m2", "lfm2moe", "kimi-linear")
+SIGMOID = ("glm4moe", "glm-dsa", "dots1", "minimax-m2", "lfm2moe", "kimi-linear", "exaone-moe", "afmoe", "laguna")
+SIGMOID += ("mimo2", "step35")
+WINDOWED = ("exaone-moe", "laguna", "mellum", "mimo2", "step35")  # list the layers with windows
+# Architectures that the gguf package does not know yet: one with the same names of tensors
+ALIKE = {"laguna": "step35", "mellum": "exaone-moe"}
 
 
 def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
     """Write a checkpoint of tests as a GGUF file, with the matrices of layers in a type of GGUF."""
     config = json.loads((folder / "config.json").read_text())
     config |= config.pop("text_config", {})
+    config = {**config.pop("attn_config", {}), **config.pop("ffn_config", {}), **config}  # of DBRX
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
+    if config["model_type"] == "dbrx":
+        config |= dict(num_hidden_layers=config["n_layers"], num_attention_heads=config["n_heads"])
+        config["hidden_size"] = config["d_model"]
     architecture, more = FAMILIES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata_of(config, architecture, OF_ALL | more):
         add_value(writer, f"{architecture}.{key}", value)
     writer.add_tokenizer_model("no_vocab")
-    enum = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    enum = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[ALIKE.get(architecture, architecture)]
     names = gguf.get_tensor_name_map(enum, config["num_hidden_layers"])
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
     written = {}
@@ -217,6 +282,8 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iterator[tuple[str, Any]]:
     own = {key: config[name] for key, name in keys.items() if config.get(name) is not None}
     rope = config.get("rope_parameters") or {}
+    rope_in_windows = rope.get("sliding_attention", rope)
+    rope = rope.get("full_attention", rope)
     own["rope.freq_base"] = float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     own |= dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
@@ -260,6 +327,35 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
     if architecture == "granitehybrid":
         own["ssm.inner_size"] = config["mamba_n_heads"] * config["mamba_d_head"]
         own["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
+    if architecture in WINDOWED:
+        has_window = [kind == "sliding_attention" for kind in config["layer_types"]]
+        own["attention.sliding_window_pattern"] = has_window
+        own["rope.freq_base_swa"] = float(rope_in_windows["rope_theta"])
+    if architecture == "laguna":
+        own["rope.dimension_count_swa"] = int(head_dim * rope_in_windows["partial_rotary_factor"])
+    if architecture == "mimo2":
+        of_types = (
+            config["num_key_value_heads"],
+            config.get("swa_num_key_value_heads") or 2 * config["num_key_value_heads"],
+        )
+        own["attention.head_count_kv"] = [of_types[has] for has in has_window]
+        own["attention.value_length"] = config["v_head_dim"]
+    if architecture == "step35":
+        own["attention.head_count"] = [
+            config["num_sliding_attention_heads"] if has else config["num_attention_heads"] for has in has_window
+        ]
+    if architecture == "jamba":
+        own["ssm.inner_size"] = config["mamba_expand"] * config["hidden_size"]
+        rank = config["mamba_dt_rank"]
+        own["ssm.time_step_rank"] = -(-config["hidden_size"] // 16) if rank == "auto" else rank
+        period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+        own["attention.head_count_kv"] = [
+            config["num_key_value_heads"] if index % period == offset else 0
+            for index in range(config["num_hidden_layers"])
+        ]
+    if architecture == "dbrx":
+        own["attention.layer_norm_epsilon"] = 1e-5
+        del own["rope.dimension_count"]
     if architecture == "phimoe":
         own["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         own["rope.scaling.attn_factor"] = float(rope["short_mscale"])
@@ -280,7 +376,7 @@ def converted(tensors: Tensors, config: Config, architecture: str) -> Iterator[t
     """Yield names, as the gguf package knows them, and values as the file stores them."""
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
-        if name.startswith("model.visual."):
+        if name.startswith(("model.visual.", "vision_model.", "vit_", "model.vision", "model.multi_modal")):
             continue
         name = renamed(name)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
@@ -297,8 +393,10 @@ def renamed(name: str) -> str:
         ("model.language_model.", "model."),
         (".dt_bias", ".dt_proj.bias"),
         (".sinks", ".sinks.weight"),
+        (".attention_sink_bias", ".attention_sink_bias.weight"),
         ("correction_bias", "correction.bias"),
         (".expert_bias", ".expert_bias.bias"),
+        (".mlp.experts.e_score_correction", ".mlp.e_score_correction"),
         ("feed_forward.experts", "mlp.experts"),
         ("block_sparse_moe.experts", "mlp.experts"),
     ):
@@ -315,6 +413,9 @@ def divided(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str
     stem = name.rpartition(".")[0]
     model_type = config["model_type"]
     match name.rpartition(".")[2]:
+        case "w1" | "v1" | "w2" as part:  # DBRX, experts one below the other
+            of_experts = values.reshape(config["moe_num_experts"], -1, values.shape[1])
+            yield f"{name}.weight", of_experts.swapaxes(1, 2) if part == "w2" else of_experts
         case "gate_up_proj" if model_type == "gpt_oss":  # [E, I, O], gates and ups in turn
             yield f"{stem}.gate_proj.weight", values[:, :, ::2].swapaxes(1, 2)
             yield f"{stem}.up_proj.weight", values[:, :, 1::2].swapaxes(1, 2)
@@ -367,6 +468,8 @@ def by_kind(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str
 def reordered(name: str, values: np.ndarray, config: Config, architecture: str) -> np.ndarray:
     """Return what the file has for a tensor, in its order and shape."""
     if architecture in ("qwen3next", "qwen35moe") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
+        values = values + 1
+    if architecture == "step35" and name.endswith("norm.weight"):
         values = values + 1
     if name.endswith("A_log"):
         values = -np.exp(values)

@@ -38,6 +38,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron-h": {},
     "nemotron-h-latent": dict(layers_block_type=["moe", "linear_attention", "moe", "full_attention", "moe", "moe"]),
     "qwen3-next": dict(linear_value_head_dim=10),
+    "exaone-moe": {},
+    "afmoe": {},
+    "laguna": {},
+    "laguna-odd": {},
+    "mellum": dict(norm_topk_prob=True),
+    "mimo-v2-flash": {},
+    "mimo-v2-flash-odd": {},
+    "step3p7": {},
+    "step3p7-odd": dict(query_pre_attn_scalar=12),
+    "jamba": {},
+    "dbrx": {},
     "qwen3.5-moe": dict(linear_num_value_heads=6, linear_value_head_dim=6),
 }
 

@@ -26,7 +26,8 @@ from moeserve.models.checkpoint.shards import GGUF_PART, list_names, names_of_pa
 from moeserve.models.checkpoint.tensors import CheckpointTensor
 from moeserve.models.checkpoint.tokenizer_files import UNREAD_TOKENIZER
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.gguf.architectures import ARCHITECTURES, File, Part, numbers_of_layers
+from moeserve.models.gguf.architecture import File, Part, numbers_of_layers
+from moeserve.models.gguf.architectures import ARCHITECTURES
 from moeserve.models.gguf.file import (
     LONGROPE_FACTORS,
     ROPE_FACTORS,
@@ -43,7 +44,8 @@ from moeserve.models.unsupported import dense_model, unknown_in_gguf
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 4  # format version of the cache folders; increase it when their files change
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_VERSION = 5  # format version of the cache folders; increase it when their files change
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -102,8 +104,11 @@ def _reshaped(tensor: GgufTensor, kind: str) -> GgufTensor | SmallTensor:
     if kind.startswith(("ssm_conv1d", "shortconv.conv")) and len(tensor.shape) > 1:
         num_taps = tensor.shape[-1]
         return SmallTensor(tensor, (size // num_taps, 1, num_taps))
-    if kind in ("ssm_a", "ssm_d", "ssm_norm", "ssm_dt"):
+    is_matrix = size > max(tensor.shape)  # Mamba-1 has several decays for each channel, and a projection of steps
+    if kind in ("ssm_d", "ssm_norm") or (kind in ("ssm_a", "ssm_dt") and not is_matrix):
         return SmallTensor(tensor, (size,), is_decay=kind == "ssm_a")
+    if kind == "ssm_a":
+        return SmallTensor(tensor, tensor.shape, is_decay=True)
     return tensor
 
 
@@ -194,7 +199,9 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{path} holds no token embedding (token_embd.weight)")
     vocab_size = tensors["token_embd.weight"][1].shape[0]
-    num_heads = values.integer("attention.head_count")
+    num_heads = max(numbers_of_layers(values, "attention.head_count", 0))
+    if num_heads < 1:
+        raise values.wrong("attention.head_count", "must be at least 1")
     hidden_size = values.integer("embedding_length")
     head_dim = values.integer("attention.key_length", hidden_size // num_heads)
     of_tokenizer = ConfigValues(path, metadata.chosen(*TOKEN_ID_KEYS.values()))
@@ -207,6 +214,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     theta = as_written(values.number("rope.freq_base", 10_000.0))
     num_draft_layers = values.integer("nextn_predict_layers", 0, low=0)
     parsed = [GgufName.parse(each) for each in tensors]
+    shapes = {each: stored.shape for each, (_, stored) in tensors.items()}
     kinds = frozenset(each.kind + each.end for each in parsed)
     factors = {length: tensors[name][1] for length, name in LONGROPE_FACTORS.items() if name in tensors}
     config = {
@@ -224,7 +232,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
         "partial_rotary_factor": values.integer("rope.dimension_count", head_dim) / head_dim,
         "num_experts_per_tok": values.integer("expert_used_count"),
         "max_position_embeddings": values.integer("context_length"),
-        "rms_norm_eps": as_written(values.number("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": as_written(values.number(values.key_of(*_EPSILONS))),
         "rope_theta": theta,
         "rope_scaling": _longrope(values, factors) if factors else _rope_scaling(values),
         "hidden_act": "silu",
@@ -236,7 +244,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     if ROPE_FACTORS in tensors:
         divisors = tensors[ROPE_FACTORS][1].read()
         config["rope_scaling"] = llama3_scaling(path, divisors, head_dim, theta)
-    return config | ARCHITECTURES[name].config(File(values, frozenset(tensors), kinds, config))
+    return config | ARCHITECTURES[name].config(File(values, shapes, kinds, config))
 
 
 def _longrope(values: ConfigValues, factors: dict[str, StoredArray]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm",
+    "attn_output_norm": "post_attention_layernorm",  # of DBRX, which has no ffn_norm
+    "attn_output_norm_of_stream": "self_attn_output_norm",
+    "post_ffw_norm": "mlp_output_norm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -49,6 +52,10 @@ _LAYER_NAMES = {
     "ssm_beta": "self_attn.in_proj_b",
     "ssm_norm": "self_attn.norm",
     "ssm_out": "self_attn.o_proj",
+    "ssm_out_proj": "self_attn.out_proj",  # of layers like those of attention (Jamba)
+    "ssm_x": "self_attn.x_proj",
+    "ssm_dt": "self_attn.dt_proj",
+    **{f"ssm_{name}_norm": f"self_attn.{name}_layernorm" for name in ("dt", "b", "c")},
     "shortconv.in_proj": "self_attn.in_proj",
     "shortconv.conv": "self_attn.conv",
     "shortconv.out_proj": "self_attn.out_proj",
@@ -77,7 +84,15 @@ _WHOLE_NAMES = {
     "ssm_d": "self_attn.D",
     "ssm_dt.bias": "self_attn.dt_bias",
 }
-_RENAMED: dict[str, Names] = {"KimiLinearForCausalLM": ((r"\.in_proj_b\.", ".b_proj."),)}
+_HEAD_GATES = ((r"\.in_proj_z\.", ".g_proj."),)
+_RENAMED: dict[str, Names] = {
+    "KimiLinearForCausalLM": ((r"\.in_proj_b\.", ".b_proj."),),
+    "JambaForCausalLM": ((r"\.dt_bias$", ".dt_proj.bias"),),
+    "DbrxForCausalLM": ((r"\.in_proj_qkv\.", ".qkv_proj."),),
+    "AfmoeForCausalLM": ((r"\.in_proj_z\.", ".gate_proj."),),
+    "LagunaForCausalLM": _HEAD_GATES,
+    "Step3p7ForConditionalGeneration": _HEAD_GATES,
+}
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
 _OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files from 2023 store each expert as a tensor of its own
 
