@@ -39,8 +39,8 @@ void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<
   check_contiguous("input", input, 1);
   check_dims("taps", taps, 2);
   const int64_t num_taps = taps.size(0), num_channels = taps.size(1);
-  if (num_taps < 2 || num_taps > kMaxTaps) {
-    refuse("taps of shape " + shape_text(taps) + ", but there must be 2 to " + std::to_string(kMaxTaps) + " taps");
+  if (num_taps < 1 || num_taps > kMaxTaps) {
+    refuse("taps of shape " + shape_text(taps) + ", but there must be 1 to " + std::to_string(kMaxTaps) + " taps");
   }
   check_shape("input", input, {input.size(0), (is_gated ? 3 : 1) * num_channels});
   check_array("taps", taps, {num_taps, num_channels}, ElementType::kFloat32, "float32");
@@ -145,6 +145,39 @@ void attend(const Tensor& mixed, const Tensor& gates, const Tensor& decays, cons
   run_kernel([step] { linear_attention(step); });
 }
 
+void attend_with_constant_decays(const Tensor& mixed, const Tensor& log_decay, const Tensor& states,
+                                 const Tensor& row_starts, const Tensor& load, const Tensor& store, const Tensor& save,
+                                 const Tensor& num_before_save, const Tensor& outputs, const Tensor& out) {
+  check_dims("states", states, 4);
+  const int64_t num_heads = states.size(1), key_dim = states.size(2), value_dim = states.size(3);
+  check_array("states", states, {states.size(0), num_heads, key_dim, value_dim}, ElementType::kFloat32, "float32");
+  if (key_dim > kMaxLinearHead || value_dim > kMaxLinearHead) {
+    refuse("states of shape " + shape_text(states) + ", but heads have at most " + std::to_string(kMaxLinearHead) +
+           " values");
+  }
+  check_dims("mixed", mixed, 2);
+  const int64_t num_tokens = mixed.size(0), value_size = num_heads * value_dim;
+  check_array("mixed", mixed, {num_tokens, 2 * num_heads * key_dim + value_size}, ElementType::kFloat32, "float32");
+  check_array("log_decay", log_decay, {num_heads}, ElementType::kFloat32, "float32");
+  check_array("outputs", outputs, {num_tokens, value_size}, ElementType::kFloat32, "float32");
+  check_float_type("out", out);
+  check_array("out", out, {num_tokens, value_size}, out.type, "its own");
+
+  LinearAttention step{};
+  step.type = out.type;
+  step.mixed = numbers<float>(mixed);
+  step.log_decay = numbers<float>(log_decay);
+  step.states = static_cast<float*>(states.data);
+  step.outputs = static_cast<float*>(outputs.data);
+  step.out = out.data;
+  step.num_heads = step.num_key_heads = num_heads;
+  step.key_dim = key_dim;
+  step.value_dim = value_dim;
+  step.norm_heads = 1;
+  step.chunks = read_chunks(row_starts, load, store, save, num_before_save);
+  run_kernel([step] { linear_attention(step); });
+}
+
 void scan_rows(const Tensor& values, const Tensor& steps, const Tensor& inputs, const Tensor& outputs,
                const Tensor& gates, const Tensor& log_decay, const Tensor& skip, const Tensor& states,
                const Tensor& row_starts, const Tensor& load, const Tensor& store, const Tensor& save,
@@ -198,6 +231,9 @@ void bind_recurrent(nb::module_& module) {
              "num_before_save"_a, "outputs"_a, "out"_a, nb::kw_only(), "norm_heads"_a, "norm_epsilon"_a,
              "decay_floor"_a, "gates_with_sigmoid"_a, "gates_before_norm"_a,
              "Update states by the delta rule, or without it if there are no rates, and write the gated outputs.");
+  module.def("lightning_attention", &attend_with_constant_decays, "mixed"_a, "log_decay"_a, "states"_a, "row_starts"_a,
+             "load"_a, "store"_a, "save"_a, "num_before_save"_a, "outputs"_a, "out"_a,
+             "Update states with a constant decay of each head, and write the outputs.");
   module.def("selective_scan", &scan_rows, "values"_a, "steps"_a, "inputs"_a, "outputs"_a, "gates"_a, "log_decay"_a,
              "skip"_a, "states"_a, "row_starts"_a, "load"_a, "store"_a, "save"_a, "num_before_save"_a, "out"_a,
              "Update states by a selective scan, and write the gated outputs.");

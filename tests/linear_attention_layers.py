@@ -34,10 +34,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "state-space-odd": dict(num_heads=3, num_key_heads=1, key_dim=11, value_dim=13, **STATE_SPACE),
 }
 CONVOLUTIONS = {
+    "one-tap": dict(num_channels=70, num_taps=1, is_gated=False),
     "plain": dict(num_channels=600, num_taps=4, is_gated=False),
     "odd": dict(num_channels=37, num_taps=2, is_gated=False),
     "gated": dict(num_channels=530, num_taps=3, is_gated=True),
 }
+LIGHTNING = {"plain": (4, 128), "odd": (3, 37)}  # heads, and values of each
 SCANS = {"plain": (200, 16), "odd": (37, 5), "wide": (70, 19)}  # channels, and values of the state of each
 NUM_ROWS = 6  # of states
 Chunk = tuple[slice, tuple[int, int, int, int]]  # tokens; load, store, save, tokens before the save
@@ -89,6 +91,12 @@ class Layer:
         inputs = normal(num_tokens, num_channels), normal(num_tokens, num_channels) - 1
         views = *selected[:, 3:].split(state_size, dim=1), gates[:, num_channels:]
         return cls(None, weights, (*inputs, *views), (num_channels, state_size), torch.float32)
+
+    @classmethod
+    def lightning_attention(cls, name: str, num_tokens: int, dtype: torch.dtype) -> Layer:
+        (num_heads, size), normal = LIGHTNING[name], _normal(name)
+        mixed = normal(num_tokens, 3 * num_heads * size) * size**-0.25
+        return cls(dtype, normal(num_heads) - 2, (mixed,), (num_heads, size, size), torch.float32)
 
     def states(self) -> Tensor:
         """Return states of all rows, which a chunk must not use unless it loads them."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from reference_models import (
     FULL,
+    LINEAR,
     SLIDING,
     Shape,
     experts,
@@ -146,6 +147,14 @@ def _jamba(dice: Random) -> Shape:
     )  # fmt: skip
 
 
+def _minimax(dice: Random) -> Shape:
+    own_sizes = _sizes(dice)
+    return shape(
+        "MiniMax", own_sizes, _heads(dice), _experts(dice, local_experts), rope(), intermediate_size=_width(dice),
+        layer_types=[LINEAR, FULL, LINEAR][: own_sizes["num_hidden_layers"]], block_size=dice.randint(3, 30),
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "mixtral": _mixtral,
     "deepseek-v2": _deepseek_v2,
@@ -156,4 +165,5 @@ FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "glm4-moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "jamba": _jamba,
+    "minimax": _minimax,
 }

@@ -1110,6 +1110,37 @@ SHAPES |= {
 }
 
 SHAPES |= {
+    # outputs added to multiples of normalised rows; blocks of transformers' prompts shorter than the prompts
+    "minimax": shape(
+        "MiniMax",
+        sizes(hidden=36, layers=4),
+        heads(6, 2, 10),
+        local_experts(5, 2),
+        rope(),
+        layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+        block_size=16,
+        intermediate_size=19,
+        full_attn_alpha_factor=3.5,
+        linear_attn_alpha_factor=3.5,
+        mlp_alpha_factor=3.5,
+        full_attn_beta_factor=1.5,
+        linear_attn_beta_factor=0.7,
+        mlp_beta_factor=2.0,
+        rms_norm_eps=0.01,
+        seed=1,
+    ),
+    # one state, five heads, a window
+    "minimax-odd": shape(
+        "MiniMax",
+        sizes(hidden=35, layers=3, vocab=127),
+        heads(5, 1, 14),
+        local_experts(7, 3),
+        rope(),
+        sliding_window=11,
+        intermediate_size=23,
+        tie_word_embeddings=True,
+        seed=1,
+    ),
     # clipped queries, keys and values; LayerNorms
     "dbrx": shape(
         "Dbrx",
@@ -1618,19 +1649,23 @@ class Reference:
 
     def expert_counts(self, sequences: Sequence[list[int]]) -> list[list[int]]:
         """Return the number of tokens that chose each expert, by layer that has experts."""
-        matrices = [next(weight for weight in router.parameters() if weight.dim() == 2) for router in self._routers()]
-        counts = [torch.zeros(len(matrix), dtype=torch.int64) for matrix in matrices]
+        of_attention = {id(each) for name, each in self.model.named_modules() if ".self_attention." in name}
+        counts: dict[int, torch.Tensor] = {}
         for sequence in sequences:
-            for count, (_, chosen) in zip(counts, self._routed(sequence), strict=True):
-                count += chosen.flatten().bincount(minlength=len(count))
-        return [count.tolist() for count in counts]
+            for router, _, chosen in self._routed(sequence):
+                if id(router) in of_attention:
+                    continue
+                num_experts = len(next(weight for weight in router.parameters() if weight.dim() == 2))
+                count = chosen.flatten().bincount(minlength=num_experts)
+                counts[id(router)] = counts.get(id(router), 0) + count
+        return [count.tolist() for count in counts.values()]
 
-    def _routed(self, token_ids: list[int]) -> list[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-        """Return the arguments of each router, first its inputs [T, D], and the experts [T, K] that it chose."""
-        routed: list[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = []
+    def _routed(self, token_ids: list[int]) -> list[tuple[Any, tuple[torch.Tensor, ...], torch.Tensor]]:
+        """Return each router, its arguments, first its inputs [T, D], and the experts [T, K] that it chose."""
+        routed: list[tuple[Any, tuple[torch.Tensor, ...], torch.Tensor]] = []
         hooks = [
             router.register_forward_hook(
-                lambda router, arguments, output: routed.append((arguments, chosen_by(router, output)))
+                lambda router, arguments, output: routed.append((router, arguments, chosen_by(router, output)))
             )
             for router in self._routers()
         ]
@@ -1640,7 +1675,7 @@ class Reference:
         return routed
 
     def _routers(self) -> list[nn.Module]:
-        ends = ("Router", "HunYuanMoEV1Gate")
+        ends = ("Router", "HunYuanMoEV1Gate", "JetMoeTopKGating")
         routers = [
             module
             for name, module in self.model.named_modules()
@@ -1655,7 +1690,7 @@ class Reference:
         The inputs of routers and indexers are off by ROUTER_NOISE.
         """
         generator, num_undecided = torch.Generator().manual_seed(0), self._num_undecided_positions(token_ids)
-        for router, ((hidden, *others_given), chosen) in zip(self._routers(), self._routed(token_ids), strict=True):
+        for router, (hidden, *others_given), chosen in self._routed(token_ids):
             for _ in range(8):
                 noise = ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 with torch.no_grad():
@@ -1724,6 +1759,8 @@ def chosen_by(router: Any, output: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the experts [T, K] in a router's output. That of Llama 4 has scores and logits, DBRX's only logits."""
     if isinstance(output, torch.Tensor):
         return output.topk(router.top_k, dim=-1).indices
+    if len(output) == 5:  # JetMoE, whose last are the logits
+        return output[4].topk(router.top_k, dim=-1).indices
     return output[2] if len(output) == 3 else output[1].topk(router.top_k, dim=-1).indices
 
 
@@ -1903,6 +1940,14 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         if "partial_rotary_factor" in values:
             values["rotary_dim"] = int(values["head_dim"] * values.pop("partial_rotary_factor"))
         values |= dict(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True)
+        absent = []
+    elif family == "MiniMax":
+        values["attn_type_list"] = [int(name == FULL) for name in values.pop("layer_types")]
+        for kind, long_name in (("full_attn", FULL), ("linear_attn", LINEAR), ("mlp", "mlp")):
+            for name in ("alpha", "beta"):
+                values[f"layernorm_{long_name}_{name}"] = values.pop(f"{kind}_{name}_factor")
+        values |= dict(architectures=["MiniMaxM1ForCausalLM"], postnorm=True, shared_intermediate_size=0)
+        values["rotary_dim"] = values["head_dim"]
         absent = []
     elif family == "Dots1":
         values["scoring_func"] = "noaux_tc"

@@ -59,10 +59,16 @@ MOESERVE_INLINE void prepare(const LinearAttention& step, int64_t head, int64_t 
   const bool is_delta = step.rates != nullptr;
   const float scale = is_delta ? 1.0f / std::sqrt(static_cast<float>(size)) : 1.0f;
   const float growth = std::exp(step.log_decay[head]);
+  const float constant = exp_of_nonpositive<W>(broadcast<W>(-growth))[0];
   for (int64_t i = 0; i < count; ++i) {
     const float* row = step.mixed + (first + i) * width + key_head;
     prepare_vector<W>(row, size, is_delta, scale, prepared.queries[i]);
     prepare_vector<W>(row + key_size, size, is_delta, 1.0f, prepared.keys[i]);
+    if (step.decays == nullptr) {
+      prepared.decays[i][0] = constant;
+      prepared.rates[i] = 1.0f;
+      continue;
+    }
     const Element* decays = static_cast<const Element*>(step.decays) + (first + i) * step.decay_stride;
     if (step.has_channel_decays) {
       for (int64_t k = 0; k < size; k += W) {
@@ -187,15 +193,23 @@ MOESERVE_INLINE void run_head(const LinearAttention& step, int64_t chunk, int64_
 MOESERVE_DEFINE_TYPED_VARIANTS(run_head, step.type, (const LinearAttention& step, int64_t chunk, int64_t head),
                                (step, chunk, head))
 
-// Normalise a token's outputs of some heads, and multiply them by their gates, before the norm or after it.
+// Normalise a token's outputs of some heads, and multiply them by their gates, before the norm or after it. Without
+// gates, only round them.
 template <int W, typename Element>
 MOESERVE_INLINE void gate(const LinearAttention& step, int64_t token, int64_t first_head) {
   const int64_t first = first_head * step.value_dim, size = step.norm_heads * step.value_dim;
   const int64_t row_size = step.num_heads * step.value_dim;
   float* outputs = step.outputs + token * row_size + first;
+  Element* out = static_cast<Element*>(step.out) + token * row_size + first;
+  if (step.gates == nullptr) {
+    for (int64_t i = 0; i < size; i += W) {
+      const int64_t lanes = std::min<int64_t>(W, size - i);
+      store_lanes<W>(out + i, load_lanes<W>(outputs + i, lanes), lanes);
+    }
+    return;
+  }
   const Element* gates = static_cast<const Element*>(step.gates) + token * step.gate_stride + first;
   const float* norm = step.norm + (step.has_norm_of_each ? first : 0);
-  Element* out = static_cast<Element*>(step.out) + token * row_size + first;
   const auto gate_at = [&](int64_t i, int64_t lanes) {
     const Float<W> x = load_lanes<W>(gates + i, lanes);
     return step.gates_with_sigmoid ? sigmoid<W>(x) : silu<W>(x);

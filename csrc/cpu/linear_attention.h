@@ -13,11 +13,11 @@ constexpr int kMaxLinearHead = 256;  // maximum size of a key, and of a value
 
 // N value heads, G key heads, key size K, value size V.
 struct LinearAttention {
-  ElementType type;         // of decays, rates, gates and outputs: float32 or bfloat16
+  ElementType type;         // of decays, rates, gates and `out`: float32 or bfloat16
   const float* mixed;       // [T, 2 * G * K + N * V]: queries, keys, values
-  const void* gates;        // [T, N * V]
+  const void* gates;        // [T, N * V]; null: outputs are neither normalised nor gated
   int64_t gate_stride;      // from row to row
-  const void* decays;       // [T, N]; of each channel: [T, N * K]
+  const void* decays;       // [T, N]; of each channel: [T, N * K]; null: exp(-exp(log_decay)) for all tokens
   int64_t decay_stride;     // from row to row
   const void* rates;        // [T, N]: of the delta rule; null: there is no delta rule
   int64_t rate_stride;      // from row to row

@@ -54,7 +54,7 @@ MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk,
       store_lanes<W>(static_cast<float*>(step.out) + place, silu<W>(sum), count);
     }
     for (int tap = 0; tap + 1 < num_before; ++tap) history[tap] = history[tap + 1];
-    history[num_before - 1] = x;
+    if (num_before > 0) history[num_before - 1] = x;
     if (t + 1 == saved) keep(chunks.save[chunk]);
   }
   keep(chunks.store[chunk]);

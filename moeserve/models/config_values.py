@@ -183,8 +183,8 @@ class ConfigValues:
                 raise self.wrong(name, f"contradicts {used[0]}={shown(self.values[used[0]])}; remove one of them")
         return (used or [name for name in names if name in self.defaults] or names)[0]
 
-    def flags_of_layers(self, key: str, names: tuple[str, str], num_layers: int) -> list[bool] | None:
-        """Return a flag for each layer, from a list under `key` of two names: True for the second name.
+    def flags_of_layers(self, key: str, names: tuple[Any, Any], num_layers: int) -> list[bool] | None:
+        """Return a flag for each layer, from a list under `key` of two names or numbers: True for the second name.
 
         Return None if there is no list.
         """

@@ -275,6 +275,7 @@ OWN_FORMS = [
     "ling3",
     "llama4",
     "mimo-v2-flash",
+    "minimax",
     "minimax-m2",
     "mistral-large4",
     "mistral-large4-shared",

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from linear_attention_layers import CONVOLUTIONS, SCANS, SHAPES, Chunk, Layer
+from linear_attention_layers import CONVOLUTIONS, LIGHTNING, SCANS, SHAPES, Chunk, Layer
 from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored
 from torch import Tensor
 
 from moeserve.ops.convolution.cpu import CpuShortConvolution
 from moeserve.ops.convolution.reference import TorchShortConvolution
+from moeserve.ops.lightning_attention.cpu import CpuLightningAttention
+from moeserve.ops.lightning_attention.reference import TorchLightningAttention
 from moeserve.ops.linear_attention.cpu import CpuLinearAttention
 from moeserve.ops.linear_attention.interface import LinearAttentionShape
 from moeserve.ops.linear_attention.reference import TorchLinearAttention
@@ -23,12 +25,14 @@ from moeserve.ops.selective_scan.reference import torch_selective_scan
 
 pytestmark = needs_kernels
 CASES = [("linear_attention", name) for name in SHAPES] + [("convolution", name) for name in CONVOLUTIONS]
-CASES += [("selective_scan", name) for name in SCANS]
+CASES += [("selective_scan", name) for name in SCANS] + [("lightning_attention", name) for name in LIGHTNING]
 
 
 def native(shape: Any) -> Callable[..., Tensor]:
     if shape is None:
         return CpuSelectiveScan(kernels)
+    if isinstance(shape, torch.dtype):
+        return CpuLightningAttention(kernels, shape)
     kind = CpuLinearAttention if isinstance(shape, LinearAttentionShape) else CpuShortConvolution
     return kind(kernels, shape)
 
@@ -36,6 +40,8 @@ def native(shape: Any) -> Callable[..., Tensor]:
 def reference(shape: Any) -> Callable[..., Tensor]:
     if shape is None:
         return torch_selective_scan
+    if isinstance(shape, torch.dtype):
+        return TorchLightningAttention(shape)
     return TorchLinearAttention(shape) if isinstance(shape, LinearAttentionShape) else TorchShortConvolution(shape)
 
 
@@ -110,6 +116,21 @@ def test_selective_scans_equal_the_closed_form_in_float64(name: str) -> None:
         expected_TC[t] += torch.einsum("tCN, tC, tN, N -> C", decays_tCN, added_tC, inputs_TN[: t + 1], outputs_TN[t])
     expected_TC *= gates_TC / (1 + (-gates_TC).exp())
     torch.testing.assert_close(found.double(), expected_TC, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_lightning_attention_equals_its_closed_form_in_float64(name: str) -> None:
+    """A value's weight is the product of query and key, decayed by the number of tokens between them."""
+    layer = Layer.lightning_attention(name, 50, torch.float32)
+    found = layer.run(native(torch.float32), [(slice(0, 50), (-1, 0, -1, 1))], layer.states())
+    (mixed_TC,), num_heads = layer.inputs, layer.state_shape[0]
+    assert mixed_TC is not None
+    query_TNV, key_TNV, value_TNV = mixed_TC.double().unflatten(1, (3, num_heads, -1)).unbind(1)
+    passed_TT = torch.arange(50.0)[:, None] - torch.arange(50.0)
+    decays_NTT = (-layer.weights.double().exp()[:, None, None] * passed_TT).exp() * (passed_TT >= 0)
+    scores_NTT = torch.einsum("TNV, tNV -> NTt", query_TNV, key_TNV) * decays_NTT
+    expected_TX = torch.einsum("NTt, tNV -> TNV", scores_NTT, value_TNV).flatten(1)
+    torch.testing.assert_close(found.double(), expected_TX, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

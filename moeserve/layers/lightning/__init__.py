@@ -1,0 +1,1 @@
+"""Lightning attention: layers with a recurrent state that decays at a constant rate."""
