@@ -155,6 +155,13 @@ def _minimax(dice: Random) -> Shape:
     )  # fmt: skip
 
 
+def _jetmoe(dice: Random) -> Shape:
+    return shape(
+        "JetMoe", _sizes(dice), _experts(dice, local_experts), rope(), num_key_value_heads=_num_heads(dice),
+        kv_channels=4 * dice.randint(2, 6), intermediate_size=_width(dice), tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "mixtral": _mixtral,
     "deepseek-v2": _deepseek_v2,
@@ -165,5 +172,6 @@ FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "glm4-moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "jamba": _jamba,
+    "jetmoe": _jetmoe,
     "minimax": _minimax,
 }

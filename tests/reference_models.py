@@ -1110,6 +1110,31 @@ SHAPES |= {
 }
 
 SHAPES |= {
+    # two experts of attention and of each network for a token; another epsilon of the last norm
+    "jetmoe": shape(
+        "JetMoe",
+        sizes(hidden=36, layers=3),
+        local_experts(5, 2),
+        rope(),
+        num_key_value_heads=4,
+        kv_channels=10,
+        intermediate_size=19,
+        rms_norm_eps=0.05,
+        tie_word_embeddings=False,
+        seed=1,
+    ),
+    # more experts for a token than key-value heads
+    "jetmoe-odd": shape(
+        "JetMoe",
+        sizes(hidden=33, layers=2, vocab=127),
+        local_experts(7, 4),
+        rope(rope_theta=500.0),
+        num_key_value_heads=3,
+        kv_channels=6,
+        intermediate_size=23,
+        tie_word_embeddings=True,
+        seed=1,
+    ),
     # outputs added to multiples of normalised rows; blocks of transformers' prompts shorter than the prompts
     "minimax": shape(
         "MiniMax",

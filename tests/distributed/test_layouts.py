@@ -84,6 +84,7 @@ NEWER = (
     "deepseek-ocr2",
     "beam",
     "minimax",
+    "jetmoe",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

@@ -155,6 +155,8 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (("glm4-moe-lite",), "mlp_layer_types", (["dense"], ["sparse", "dense", "moe"], "dense")),
     (("glm4-moe-lite",), "topk_method", ("greedy",)),
     (NEWER_GROUPED, "num_key_value_heads", (*NOT_AN_INTEGER, 7)),
+    (("jetmoe",), "activation_function", ("gelu",)),
+    (("jetmoe",), "kv_channels", (*NOT_AN_INTEGER, 7)),
     (("minimax",), "layernorm_full_attention_alpha", (*NOT_A_NUMBER, 2.5)),
     *((("minimax",), f"layernorm_{part}_beta", NOT_A_NUMBER) for part in ("full_attention", "linear_attention", "mlp")),
     (("minimax",), "attn_type_list", ([0, 1], [0, 0, 1, 2], 1)),

@@ -20,6 +20,7 @@ FAMILIES = (
     "mixtral", "mixtral-window", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v4", "glm4-moe", "gpt-oss",
     "beam", "cohere2-moe", "flex-olmo", "jamba", "kolibri1", "laguna", "olmoe", "qwen2-moe", "qwen3-moe",
     "minimax",
+    "jetmoe",
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
 Results = list[tuple[Any, ...]]  # tokens and log-probabilities of each request

@@ -267,6 +267,7 @@ OWN_FORMS = [
     "hunyuan",
     "hy-v3",
     "jamba",
+    "jetmoe",
     "kimi-k25",
     "kimi-linear",
     "kolibri1",

@@ -20,6 +20,7 @@ class Experts(nn.Module):
     Args:
         num_experts: the slots of this rank, expert copies included; it may be 0.
         share: this rank's share of each expert's inner values.
+        has_down_bias: None: as `has_bias`.
     """
 
     def __init__(
@@ -31,13 +32,14 @@ class Experts(nn.Module):
         context: ModelContext,
         *,
         has_bias: bool,
+        has_down_bias: bool | None = None,
     ) -> None:
         super().__init__()
         self.width = width = share.inputs
         gate_up_shape = num_experts, num_parts_of(activation) * (width.stop - width.start), hidden_size
         down_shape = num_experts, hidden_size, width.stop - width.start
         # One rank adds the bias.
-        has_down_bias = has_bias and width.start == 0
+        has_down_bias = (has_bias if has_down_bias is None else has_down_bias) and width.start == 0
         kind, limits = products.GROUPED, QuantizationLimits(can_be_mxfp4=True)
         down = Weights(kind, down_shape, context, has_bias=has_down_bias, limits=limits, chunks=share.chunks)
         self.gate_up = Weights(

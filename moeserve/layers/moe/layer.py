@@ -23,7 +23,7 @@ from moeserve.layers.moe.rows import expert_rows
 from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages, run_in_turn
 from moeserve.layers.norm import RowsForm
-from moeserve.layers.rows import At, Row
+from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.ops.rows.activations import Activation, SwiGLU
@@ -38,6 +38,7 @@ class MoEConfig(FeedForwardConfig):
     expert_width: int
     activation: Activation = SwiGLU()
     has_expert_bias: bool = False
+    has_output_bias: bool = False  # a bias of the output; the router's weights sum to one, so each expert adds it
     may_lack_correction: bool = False  # a checkpoint may lack the router's correction, which is then zero
     shared: SharedExpertsConfig | None = None
     averages_shared: bool = False  # the output is half the sum of routed and shared experts (Cohere)
@@ -116,6 +117,7 @@ class MoELayer(Network):
             config.activation,
             context,
             has_bias=config.has_expert_bias,
+            has_down_bias=config.has_expert_bias or config.has_output_bias,
         )
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
         self.load = ExpertLoad(placement, self.rank_in_group, context)
@@ -162,6 +164,10 @@ class MoELayer(Network):
             if linear is not None:
                 yield from linear.rows(at.under(name))
         yield from expert_rows(at.under("experts"), self)
+        if self.config.has_output_bias:
+            yield at("bias"), None
+            for bias_D in () if self.experts.down.bias is None else self.experts.down.bias:
+                yield at("bias"), whole(bias_D)
 
     def place(self, placement: Placement) -> None:
         """Switch to a placement with the same slots, whose weights are in them already."""

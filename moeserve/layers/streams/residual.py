@@ -68,6 +68,16 @@ class NormOfSum:
         return RMSNorm(build.hidden_size, build.norm_epsilon * self.num_terms, build.context, form)
 
 
+@dataclass(frozen=True)
+class NormWithEpsilon:
+    """An RMSNorm with an epsilon of its own."""
+
+    epsilon: float
+
+    def build(self, build: Build, form: RowsForm) -> nn.Module:
+        return RMSNorm(build.hidden_size, self.epsilon, build.context, form)
+
+
 class StreamConfig(Protocol):
     """A kind of residual stream."""
 

@@ -1,0 +1,1 @@
+"""Attention whose projections of queries and outputs are those of experts."""
