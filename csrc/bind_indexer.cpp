@@ -39,7 +39,7 @@ void norm(const Tensor& rows, const Tensor& weight, const Tensor& bias, double e
 
 void choose(const Tensor& query, const Tensor& weights, const Tensor& key_cache, const Tensor& block_table,
             const Tensor& row_starts, const Tensor& context_lens, const Tensor& slots, const Tensor& counts,
-            const Tensor& starts, int64_t top_k, int64_t tokens_per_entry) {
+            const Tensor& starts, int64_t top_k, int64_t tokens_per_entry, bool is_expanded) {
   check_dims("query", query, 3);
   check_float_type("query", query);
   check_contiguous("query", query, 2);
@@ -66,6 +66,9 @@ void choose(const Tensor& query, const Tensor& weights, const Tensor& key_cache,
     refuse("top_k=" + std::to_string(top_k) + " and tokens_per_entry=" + std::to_string(tokens_per_entry) +
            ", but both must be at least 1");
   }
+  if (is_expanded && tokens_per_entry > INT32_MAX / (num_blocks * block_size)) {
+    refuse("the entries of key_cache of shape " + shape_text(key_cache) + " have more tokens than 2^31 - 1");
+  }
 
   Indexer step{};
   step.type = query.type;
@@ -91,6 +94,7 @@ void choose(const Tensor& query, const Tensor& weights, const Tensor& key_cache,
   step.num_places = slots.size(1);
   step.top_k = top_k;
   step.tokens_per_entry = tokens_per_entry;
+  step.is_expanded = is_expanded;
   run_kernel([step] { choose_entries(step); });
 }
 
@@ -102,7 +106,7 @@ void bind_indexer(nb::module_& module) {
              "Write LayerNorm of each row to `out`, which may be `rows`.");
   module.def("choose_entries", &choose, "query"_a, "weights"_a, "key_cache"_a, "block_table"_a, "row_starts"_a,
              "context_lens"_a, "slots"_a, "counts"_a, "starts"_a, nb::kw_only(), "top_k"_a, "tokens_per_entry"_a,
-             "Write the slots of the entries with the highest scores of each row, and their numbers.");
+             "is_expanded"_a, "Write the slots of the entries with the highest scores of each row, and their numbers.");
 }
 
 }  // namespace moeserve

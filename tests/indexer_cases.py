@@ -29,6 +29,7 @@ SHAPES = {
     "odd": Shape(5, 36, IndexerRule(top_k=7), 3),
     "compressed": Shape(3, 16, IndexerRule(top_k=9, tokens_per_entry=4), 4),
     "one": Shape(1, 8, IndexerRule(top_k=1), 1),
+    "expanded": Shape(3, 16, IndexerRule(top_k=5, tokens_per_entry=3, is_expanded=True), 4),
 }
 
 
@@ -78,7 +79,13 @@ class Case:
                 products = self.query_TNH[row].double() @ self.key_cache.flatten(0, 1)[seen].double().T
                 scores = (self.weights_TN[row].double() @ products.relu()).tolist()
                 best = sorted(range(len(seen)), key=lambda entry: (-scores[entry], entry))
-                slots[row] = [seen[entry] for entry in sorted(best[: self.shape.rule.top_k])]
+                chosen = sorted(best[: self.shape.rule.top_k])
+                slots[row] = [seen[entry] for entry in chosen]
+                if self.shape.rule.is_expanded:
+                    size, num_tokens = size * self.shape.rule.tokens_per_entry, self.shape.rule.tokens_per_entry
+                    tokens = [entry * num_tokens + number for entry in chosen for number in range(num_tokens)]
+                    tokens += range(len(seen) * num_tokens, position + 1)
+                    slots[row] = [blocks[token // size] * size + token % size for token in tokens]
         return slots
 
 

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid
+from transformers.models.glm5_next import modeling_glm5_next
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -29,7 +30,7 @@ ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 result
 # The chunked form of the gated delta rule differs by up to 1e-3 from the rule itself, which is in the same file.
 for modeling in (modeling_qwen3_next, modeling_qwen3_5_moe):
     modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule
-for modeling in (modeling_kimi_linear, modeling_bailing_hybrid):
+for modeling in (modeling_kimi_linear, modeling_bailing_hybrid, modeling_glm5_next):
     modeling.chunk_kimi_delta_attention = modeling.recurrent_kimi_delta_attention
 
 DEFAULTS: dict[str, Any] = dict(
@@ -241,7 +242,7 @@ def mistral_large4(*parts: dict[str, Any], **settings: Any) -> Shape:
 GRANITE_MULTIPLIERS: dict[str, Any] = dict(
     embedding_multiplier=0.5, residual_multiplier=0.45, attention_multiplier=0.2, logits_scaling=2.0
 )
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, INDEXED = "full_attention", "sliding_attention", "linear_attention", "indexed_attention"
 DEEPSEEK_YARN: dict[str, Any] = dict(factor=40, beta_fast=32, beta_slow=1)
 
 SHAPES = {
@@ -1608,6 +1609,50 @@ SHAPES |= {
     ),
 }
 
+
+def glm5_next(*parts: dict[str, Any], **settings: Any) -> Shape:
+    """Return a shape of GLM-5.3, beside a model for images."""
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=16)
+    beside = dict(vision_config=vision, tie_word_embeddings=False)
+    return shape("Glm5Next", *parts, initializer_range=0.2, beside_text=beside, **settings)
+
+
+SHAPES |= {
+    # most tokens choose 2 of the windows of 4 tokens before them; the first indexer's choice serves two layers
+    "glm5-next": glm5_next(
+        sizes(hidden=40, layers=4),
+        latent(4, query=20, kv=24, key=10, rotary=0, value=14),
+        grouped_experts(8, 3, shared=1, width=17, groups=(1, 1), scale=2.5),
+        indexed(14, 16, 8),
+        layer_types=[INDEXED, INDEXED, LINEAR, INDEXED],
+        indexer_types=["full", "shared", "full", "full"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        index_kpool=4,
+        swiglu_limit=1.5,
+        linear_num_heads=2,
+        linear_head_dim=12,
+        rms_norm_eps=1e-3,
+        seed=3,
+    ),
+    # windows of 2 tokens, three streams, decays without a bound
+    "glm5-next-odd": glm5_next(
+        sizes(hidden=33, layers=3, vocab=127),
+        latent(3, query=13, kv=19, key=9, rotary=0, value=11),
+        grouped_experts(7, 2, shared=2, width=15, groups=(1, 1), scale=1.5),
+        indexed(17, 11, 10),
+        dict(hc_mult=3, hc_sinkhorn_iters=5, hc_eps=1e-3),
+        layer_types=[INDEXED, LINEAR, INDEXED],
+        mlp_layer_types=["sparse"] * 3,
+        index_kpool=2,
+        linear_num_heads=3,
+        linear_head_dim=7,
+        linear_conv_kernel_dim=3,
+        linear_lower_bound=None,
+        rms_norm_eps=0.01,
+        seed=13,
+    ),
+}
+
 # Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
     "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
@@ -1741,10 +1786,11 @@ class Reference:
             columns = indices[0].long().where(indices[0] >= 0, none)
             return torch.zeros(none, none + 1, dtype=torch.bool).scatter(1, columns, True)[:, :none] & seen
 
-        for indexer, (hidden, *others), named, indices in called:
+        for indexer, given, named, indices in called:
             # Without the cache, which would get the keys a second time.
-            others = [None if isinstance(each, transformers.Cache) else each for each in others]
             named = {key: None if isinstance(each, transformers.Cache) else each for key, each in named.items()}
+            first = [named.pop(key) for key in ("hidden_states", "q_resid") if key in named]
+            hidden, *others = (None if isinstance(each, transformers.Cache) else each for each in (*first, *given))
             for _ in range(8):
                 noise = 1 + ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 inputs = list(others)
@@ -1807,8 +1853,10 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
                 tensor.normal_(1.0, 0.2)
             elif name.endswith(("sinks", ".D")) or (name.endswith("A_log") and tensor.dim() == 2):
                 tensor.normal_(0.0, 1.0)
-            elif name.endswith(("bias", "hc.base", "hc_base")):
+            elif name.endswith(("bias", "hc.base", "hc_base", "index_kpool_compress_ape")):
                 tensor.normal_(0.0, 0.3)
+            elif name.endswith("index_kpool_compress_gate"):
+                tensor.normal_(0.0, model.config.get_text_config().initializer_range)
             elif name.endswith("tid2eid"):
                 num_experts = model.config.n_routed_experts
                 tensor.copy_(torch.rand(len(tensor), num_experts).argsort(dim=1)[:, : tensor.shape[1]])
@@ -1885,6 +1933,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "aria_text": "AriaText",
             "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeText",
             "deepseek_ocr2_text": "DeepseekOcr2Text",
+            "glm5_next_text": "Glm5Next",
         }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
         text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))
@@ -1926,6 +1975,9 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         return values
     if family in ("Mellum", "Beam"):
         return values | dict(rope_parameters=scaling)
+    if family == "Glm5Next":
+        types = [FULL if name == INDEXED else name for name in values["layer_types"]]
+        return values | dict(layer_types=types, torch_dtype=values.pop("dtype", "float32"))
     values["rope_theta"] = scaling.pop("rope_theta")
     if "partial_rotary_factor" in scaling:
         values["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")

@@ -29,11 +29,19 @@ constexpr int kWordBytes = 4;
 // A row that does not see all of the entries that it may choose from.
 struct Row {
   int64_t token;
+  int64_t position;
   int64_t num_seen;
   const int32_t* blocks;
 };
 
 void refuse(const std::string& what) { throw std::invalid_argument("choose_entries: " + what); }
+
+// Return the largest number of choices of the rows of a context.
+int64_t most_choices(const Indexer& step, int64_t context_len) {
+  const int64_t num_entries = std::min(context_len / step.tokens_per_entry, step.top_k);
+  if (!step.is_expanded) return num_entries;
+  return std::min(num_entries * step.tokens_per_entry + step.tokens_per_entry - 1, context_len);
+}
 
 void check_chunk(const Indexer& step, int64_t chunk) {
   const int64_t begin = step.row_starts[chunk], end = step.row_starts[chunk + 1];
@@ -42,14 +50,15 @@ void check_chunk(const Indexer& step, int64_t chunk) {
            ", but there are " + std::to_string(step.num_tokens) + " tokens");
   }
   const int64_t num_entries = step.context_lens[chunk] / step.tokens_per_entry;
-  const int64_t num_blocks = (num_entries + step.block_size - 1) / step.block_size;
+  const int64_t num_unfinished = step.is_expanded && step.context_lens[chunk] % step.tokens_per_entry != 0 ? 1 : 0;
+  const int64_t num_blocks = (num_entries + num_unfinished + step.block_size - 1) / step.block_size;
   if (step.context_lens[chunk] < 0 || num_blocks > step.max_blocks) {
     refuse("chunk " + std::to_string(chunk) + " has a context of " + std::to_string(step.context_lens[chunk]) +
            " tokens, but its blocks hold " + std::to_string(step.max_blocks * step.block_size) + " entries");
   }
-  if (num_entries > step.num_places && step.num_places < step.top_k) {
-    refuse("there are places for " + std::to_string(step.num_places) + " entries, but chunk " + std::to_string(chunk) +
-           " has " + std::to_string(num_entries));
+  if (most_choices(step, step.context_lens[chunk]) > step.num_places) {
+    refuse("there are places for " + std::to_string(step.num_places) + " choices, but chunk " + std::to_string(chunk) +
+           " has " + std::to_string(num_entries) + " entries");
   }
   for (int64_t b = 0; b < num_blocks; ++b) {
     const int32_t block = step.block_table[chunk * step.max_blocks + b];
@@ -64,6 +73,27 @@ int32_t slot_of(const Indexer& step, const int32_t* blocks, int64_t entry) {
   return static_cast<int32_t>(blocks[entry / step.block_size] * step.block_size + entry % step.block_size);
 }
 
+// Write a chosen entry, or the tokens of it. Return the next place.
+int32_t* put_entry(const Indexer& step, const int32_t* blocks, int64_t entry, int32_t* slots) {
+  const int32_t slot = slot_of(step, blocks, entry);
+  if (!step.is_expanded) {
+    *slots = slot;
+    return slots + 1;
+  }
+  const auto num_tokens = static_cast<int32_t>(step.tokens_per_entry);
+  for (int32_t token = 0; token < num_tokens; ++token) *slots++ = slot * num_tokens + token;
+  return slots;
+}
+
+// If entries are expanded, write the tokens up to the last of `num_tokens` that are in no entry yet.
+void put_unfinished(const Indexer& step, const int32_t* blocks, int64_t num_tokens, int32_t* slots) {
+  if (!step.is_expanded) return;
+  const int64_t size = step.block_size * step.tokens_per_entry;
+  for (int64_t token = num_tokens - num_tokens % step.tokens_per_entry; token < num_tokens; ++token) {
+    *slots++ = static_cast<int32_t>(blocks[token / size] * size + token % size);
+  }
+}
+
 // Write the counts of all rows, and the entries of rows that get all that they see. Return the other rows.
 std::vector<Row> find_rows(const Indexer& step) {
   std::vector<Row> rows;
@@ -76,13 +106,16 @@ std::vector<Row> find_rows(const Indexer& step) {
       const int64_t position = step.context_lens[chunk] - end + t;
       if (position < 0) continue;
       const int64_t num_seen = (position + 1) / step.tokens_per_entry;
-      step.counts[t] = static_cast<int32_t>(std::min(num_seen, step.top_k));
+      int64_t num_chosen = std::min(num_seen, step.top_k);
+      if (step.is_expanded) num_chosen = num_chosen * step.tokens_per_entry + (position + 1) % step.tokens_per_entry;
+      step.counts[t] = static_cast<int32_t>(num_chosen);
       if (num_seen > step.top_k) {
-        rows.push_back({t, num_seen, blocks});
+        rows.push_back({t, position, num_seen, blocks});
         continue;
       }
       int32_t* slots = step.slots + t * step.num_places;
-      for (int64_t entry = 0; entry < num_seen; ++entry) slots[entry] = slot_of(step, blocks, entry);
+      for (int64_t entry = 0; entry < num_seen; ++entry) slots = put_entry(step, blocks, entry, slots);
+      put_unfinished(step, blocks, position + 1, slots);
     }
   }
   return rows;
@@ -259,8 +292,9 @@ void choose(const Indexer& step, const Row& row, const float* scores) {
   for (int64_t entry = 0; entry < row.num_seen; ++entry) {
     const uint32_t order = order_of(scores[entry]);
     if (order < lowest || (order == lowest && missing-- <= 0)) continue;
-    *slots++ = slot_of(step, row.blocks, entry);
+    slots = put_entry(step, row.blocks, entry, slots);
   }
+  put_unfinished(step, row.blocks, row.position + 1, slots);
 }
 
 }  // namespace

@@ -18,8 +18,8 @@ struct Indexer {
   const int32_t* block_table;   // [S, max_blocks]
   const int32_t* row_starts;    // [S + 1]
   const int32_t* context_lens;  // [S], in tokens
-  int32_t* slots;               // [T, C]: block * block_size + offset of each chosen entry, ascending by position
-  int32_t* counts;              // [T]: the number of entries of each row
+  int32_t* slots;               // [T, C]: block * block_size + offset of each choice, ascending by position
+  int32_t* counts;              // [T]: the number of choices of each row
   int32_t* starts;              // [T + 1]: the numbers from 0 up
   int64_t query_token_stride;   // in elements
   int64_t query_head_stride;
@@ -34,6 +34,7 @@ struct Indexer {
   int64_t num_places;  // C
   int64_t top_k;
   int64_t tokens_per_entry;  // a row at position p sees the first (p + 1) / tokens_per_entry entries
+  bool is_expanded;          // choices are the tokens of the chosen entries and those in no entry yet, not the entries
 };
 
 // Fill slots, counts and starts. A row with up to `top_k` visible entries gets all of them; otherwise those with the

@@ -238,7 +238,9 @@ class PlansInFlight:
         if not chunk.num_drafts:
             return update
         self.speculation = self.speculation.after(chunk.num_drafts, num_accepted)
-        if self._config.recomputes_drafts or (num_accepted < chunk.num_drafts and self._caches.undo_drafts(request)):
+        redoes_all = self._config.recomputes_drafts
+        is_undone = (redoes_all or num_accepted < chunk.num_drafts) and self._caches.undo_drafts(request)
+        if redoes_all or is_undone:
             if request.is_prefilling:  # the accepted drafts are computed again
                 self.prefilling.add(request)
             return update

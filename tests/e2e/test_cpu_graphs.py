@@ -80,6 +80,7 @@ def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
         *("phimoe", "jamba", "cohere2-moe", "laguna-odd", "beam"),
         "minimax",
         "jetmoe",
+        "glm5-next",
     ],
 )
 def test_replayed_steps_equal_eager_steps(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:

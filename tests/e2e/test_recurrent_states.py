@@ -83,6 +83,9 @@ LAYOUTS = [
     ("minimax", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     ("minimax", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 33}),
     ("minimax-odd", {"data_parallel_size": 2}),
+    ("glm5-next", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ("glm5-next", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 33}),
+    ("glm5-next-odd", {"data_parallel_size": 2, "max_num_seqs": 2, "max_num_batched_tokens": 7}),
 ]
 
 

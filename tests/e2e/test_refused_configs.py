@@ -263,6 +263,18 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (("deepseek-v32",), "indexer_rope_interleave", (True,)),
     (("glm5",), "indexer_rope_interleave", (False,)),
     (("glm5",), "indexer_types", (["full"], ["shared"] + ["full"] * 4, ["full", "dense"] + ["full"] * 3, "full")),
+    *((("glm5-next",), f"index_{key}", NOT_AN_INTEGER) for key in ("topk", "n_heads", "head_dim", "kpool")),
+    (("glm5-next",), "index_topk", (9,)),
+    (("glm5-next",), "index_kpool_always_select_tail", (False,)),
+    (("glm5-next",), "indexer_types", (["full", "full", "full", "shared"], "full")),
+    (("glm5-next",), "layer_types", (["linear_attention"], "full")),
+    (("glm5-next",), "mlp_layer_types", (["dense"], "sparse")),
+    (("glm5-next",), "hc_mult", (*NOT_AN_INTEGER, 9)),
+    (("glm5-next",), "qk_rope_head_dim", (8,)),
+    (("glm5-next",), "num_key_value_heads", (2,)),
+    (("glm5-next",), "linear_lower_bound", (0, 1.0, "low")),
+    *((("glm5-next",), f"linear_{key}", NOT_AN_INTEGER) for key in ("num_heads", "head_dim", "conv_kernel_dim")),
+    (("glm5-next",), "swiglu_limit", NOT_A_NUMBER),
 ]
 
 # Values of rope_scaling.
@@ -296,6 +308,7 @@ COMBINED = [
     ("glm5", {"indexer_types": None, "index_topk_pattern": "FSX"}, "index_topk_pattern="),
     ("glm5", {"indexer_types": None, "index_topk_pattern": "SFFSF"}, "index_topk_pattern="),
     ("glm5", {"indexer_types": None, "index_topk_freq": 0}, "index_topk_freq=0"),
+    ("glm5-next", {"linear_attn_config": {"num_heads": 0}}, "linear_num_heads=0"),
     ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 4 + [0]}}, "rope_scaling.short_factor="),
     ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 5, "short_mscale": 0}}, "short_mscale=0"),
     ("phimoe", {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 5}}, "rope_scaling.long_factor=None"),

@@ -21,6 +21,7 @@ FAMILIES = (
     "beam", "cohere2-moe", "flex-olmo", "jamba", "kolibri1", "laguna", "olmoe", "qwen2-moe", "qwen3-moe",
     "minimax",
     "jetmoe",
+    "glm5-next",
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
 Results = list[tuple[Any, ...]]  # tokens and log-probabilities of each request

@@ -260,6 +260,7 @@ OWN_FORMS = [
     "glm4-moe",
     "glm4-moe-lite",
     "glm5",
+    "glm5-next",
     "gpt-oss",
     "granite",
     "granite-hybrid",

@@ -63,6 +63,7 @@ class LatentAttentionConfig(NetworkConfig):
     value_dim: int
     temperature: TemperatureConfig | None = None  # of queries
     has_learned_temperature: bool = False
+    query_norm_epsilon: float = NORM_EPSILON
     latent_norm_epsilon: float = NORM_EPSILON
     score_factor: float = 1.0  # see RotaryConfig
     latent_factor: float = 1.0  # multiplies the normalised latent vectors (LongCat-Flash)
@@ -91,7 +92,15 @@ class LatentAttentionConfig(NetworkConfig):
 
     @property
     def needs(self) -> Needs:
-        return Needs(fits_float8_cache=False, reads_earlier_layer=self.shares_choice)
+        tokens_per_key = None if self.indexer is None else self.indexer.tokens_per_key
+        is_pooled = tokens_per_key is not None
+        return Needs(
+            block_multiple=tokens_per_key or 1,
+            fits_float8_cache=False,
+            redoes_drafts=is_pooled,
+            reads_earlier_layer=self.shares_choice,
+            without_gpu_kernels="an indexer of pooled keys" if is_pooled else None,
+        )
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts:
         absorbed = self.cached_size + self.latent_size
@@ -149,12 +158,14 @@ class LatentCache:
     """Normalised latent vectors and rotated keys of one layer in blocks, [num_blocks, block_size, P]."""
 
     latents: Tensor
-    index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key]
+    index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key], or the keys of windows
+    index_tails: Tensor | None = None  # of pooled keys, see `PooledKeys`
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that a block holds; the first dimension is the block."""
-        return (self.latents,) if self.index_keys is None else (self.latents, self.index_keys)
+        every = self.latents, self.index_keys, self.index_tails
+        return tuple(tensor for tensor in every if tensor is not None)
 
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
@@ -224,20 +235,20 @@ class LatentAttention(OverTP):
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
         """The items that it keeps. Every tp rank has all of them."""
-        bytes_per_token = sum(self._cached_sizes) * self.context.dtype.itemsize
-        return (CacheItems(KeepAll(), self.context.block_size * bytes_per_token),)
-
-    @property
-    def _cached_sizes(self) -> tuple[int, ...]:
-        """The number of values per token in each tensor of the cache."""
-        indexer = self.config.indexer
-        return (self.config.cached_size,) if indexer is None else (self.config.cached_size, indexer.key_dim)
+        one = self._empty_cache(1, self.context.block_size, torch.device("meta"))
+        return (CacheItems(KeepAll(), sum(tensor.nbytes for tensor in one.tensors)),)
 
     def make_cache(self, places: Places) -> LatentCache:
-        num_blocks = places.tables[0].num_places
-        shapes = ((num_blocks, places.block_size, values) for values in self._cached_sizes)
+        return self._empty_cache(places.tables[0].num_places, places.block_size, self.context.device)
+
+    def _empty_cache(self, num_blocks: int, block_size: int, device: torch.device) -> LatentCache:
+        config, dtype = self.config, self.context.dtype
+        shapes: list[tuple[int, ...]] = [(num_blocks, block_size, config.cached_size)]
+        if config.indexer is not None:
+            shapes += config.indexer.cached_shapes(num_blocks, block_size)
+        dtypes = dtype, dtype, torch.float32  # of latents, keys and tails
         return LatentCache(
-            *(torch.empty(shape, dtype=self.context.dtype, device=self.context.device) for shape in shapes)
+            *(torch.empty(shape, dtype=kind, device=device) for shape, kind in zip(shapes, dtypes, strict=False))
         )
 
     @property
@@ -300,7 +311,13 @@ class LatentAttention(OverTP):
         if self.indexer is not None:
             assert choice is not None
             assert cache.index_keys is not None
-            self.backend.write(self.indexer.keys(given_TD, rotations), cache.index_keys, step)
+            key_TX = self.indexer.keys(given_TD, rotations)
+            if self.indexer.pooled_keys is None:
+                self.backend.write(key_TX, cache.index_keys, step)
+            else:
+                assert cache.index_tails is not None
+                block_size = cache.latents.shape[1]
+                self.indexer.pooled_keys.write(key_TX, cache.index_keys, cache.index_tails, block_size, step)
             choice.entries = None
             if not self._sees_all(step):
                 choice.entries = self.indexer.choose(given_TD, compressed_TI, rotations, cache.index_keys, step)
@@ -407,7 +424,7 @@ class CompressedQuery(nn.Module):
         )
         up = Linear(config.query_rank, query_size, context, limits=limits)
         form: RowsForm = "float8" if up.weights.is_in_blocks else "plain"
-        self.norm = RMSNorm(config.query_rank, NORM_EPSILON, context, form)
+        self.norm = RMSNorm(config.query_rank, config.query_norm_epsilon, context, form)
         self.up = up
 
     def compress(self, hidden_TD: Rows) -> Rows:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
+from moeserve.layers.latent.pooled_keys import PooledKeys
 from moeserve.layers.linear import Linear
 from moeserve.layers.rotary import RotaryConfig, Rotations
 from moeserve.layers.rows import At, Row, whole
@@ -26,13 +27,20 @@ NORM_EPSILON = 1e-6  # of LayerNorms, independent of the model's own
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
-    """The shape of an indexer. All of its heads share one key for each token."""
+    """The shape of an indexer. All of its heads share one key for each token, or for several tokens."""
 
     num_heads: int
     key_dim: int
-    rotary: RotaryConfig  # applied to the first elements of queries and keys
+    rotary: RotaryConfig | None  # applied to the first elements of queries and keys; None: they are not rotated
     reads_hidden: bool = False  # queries are projected from normalised hidden states (Mistral Large 4)
     has_learned_temperature: bool = False  # of queries
+    tokens_per_key: int | None = None  # whose keys are pooled to one (GLM-5.3); None: each token has a key
+
+    def cached_shapes(self, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the memories of keys and, if keys are pooled, of unfinished ones."""
+        if self.tokens_per_key is None:
+            return ((num_blocks, block_size, self.key_dim),)
+        return (num_blocks, block_size // self.tokens_per_key, self.key_dim), (num_blocks, 3 * self.key_dim)
 
 
 @dataclass
@@ -65,7 +73,9 @@ class Indexer(nn.Module):
         assert query_size is not None
         limits = QuantizationLimits(8)  # the same limit as for the queries and keys of attention
         self.query = Linear(query_size, config.num_heads * config.key_dim, context, limits=limits)
-        self.key = Linear(hidden_size, config.key_dim, context, limits=limits)
+        # If keys are pooled, they come before the gates of pooling.
+        num_parts = 1 if config.tokens_per_key is None else 2
+        self.key = Linear(hidden_size, num_parts * config.key_dim, context, limits=limits)
         self.key_norm_weight = context.parameter(config.key_dim)
         self.key_norm_bias = context.parameter(config.key_dim)
         # FP8 checkpoints also store this projection in bfloat16.
@@ -76,7 +86,13 @@ class Indexer(nn.Module):
         self._norm = row_operations.layer_norm
         self._norm_in_place = row_operations.layer_norm_in_place
         self._apply_rope = row_operations.apply_rope
-        self._choose = indexer.make(context.backend, IndexerRule(top_k=top_k))
+        self.pooled_keys: PooledKeys | None = None
+        rule = IndexerRule(top_k=top_k)
+        if config.tokens_per_key is not None:
+            size = config.tokens_per_key
+            self.pooled_keys = PooledKeys(config.key_dim, size, context)
+            rule = IndexerRule(top_k=top_k // size, tokens_per_entry=size, is_expanded=True)
+        self._choose = indexer.make(context.backend, rule)
 
     def rows(self, at: At) -> Iterator[Row]:
         """Yield the rows of its weights, which are whole on every rank."""
@@ -88,17 +104,25 @@ class Indexer(nn.Module):
             for name, memory_N in self.learned_temperature.memories:
                 yield at(f"ssmax_scaling.{name}"), whole(memory_N)
         yield from self.query.rows(at.under("wq_b"))
-        yield from self.key.rows(at.under("wk"))
+        if self.pooled_keys is None:
+            yield from self.key.rows(at.under("wk"))
+        else:
+            key, gate = self.key.weight.chunk(2)
+            yield at("wk.weight"), whole(key, self.key.weights)
+            yield at("index_kpool_compress_gate"), whole(gate, self.key.weights)
+            yield from self.pooled_keys.rows(at)
         yield at("k_norm.weight"), whole(self.key_norm_weight)
         yield at("k_norm.bias"), whole(self.key_norm_bias)
         yield from self.head_weights.rows(at.under("weights_proj"))
 
     def keys(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
-        """Return the keys [T, H] to store."""
-        key_TH = self.key(self.key.weights.input_of(hidden_TD))
+        """Return the keys [T, H] to store, followed by the gates of pooling [T, 2 * H] if keys are pooled."""
+        key_TX = self.key(self.key.weights.input_of(hidden_TD))
+        key_TH = key_TX[:, : self.config.key_dim]
         self._norm_in_place(key_TH, self.key_norm_weight, self.key_norm_bias, NORM_EPSILON)
-        self._apply_rope(key_TH[:, None], rotations[self.config.rotary], key_TH[:, None])
-        return key_TH
+        if self.config.rotary is not None:
+            self._apply_rope(key_TH[:, None], rotations[self.config.rotary], key_TH[:, None])
+        return key_TX
 
     def choose(
         self, hidden_TD: Rows, query_TI: Rows, rotations: Rotations, key_cache: Tensor, step: StepInputs
@@ -107,7 +131,7 @@ class Indexer(nn.Module):
 
         Args:
             query_TI: the compressed queries of attention. Not used if the indexer reads hidden states.
-            key_cache: [num_blocks, block_size, H]
+            key_cache: [num_blocks, block_size, H], or the keys of a block's windows of tokens.
         """
         if self.query_norm_weight is not None:
             assert self.query_norm_bias is not None
@@ -117,6 +141,7 @@ class Indexer(nn.Module):
         query_TNH = rearrange(query_TX, "T (N H) -> T N H", H=self.config.key_dim)
         if self.learned_temperature is not None:
             query_TNH = self.learned_temperature(query_TNH, step.positions)
-        query_TNH = self._apply_rope(query_TNH, rotations[self.config.rotary])
+        if self.config.rotary is not None:
+            query_TNH = self._apply_rope(query_TNH, rotations[self.config.rotary])
         weights_TN = self.head_weights(plain_rows(hidden_TD))
         return self._choose(query_TNH, weights_TN, key_cache, step)

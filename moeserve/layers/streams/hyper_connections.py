@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,8 @@ class Streams:
 class HyperStreams(StreamsConfig):
     """Several rows for each token."""
 
+    ends_in_mean: bool = False  # the hidden states are the mean of the streams (GLM-5.3), not a learned sum
+
     @property
     def width(self) -> int:
         return self.num_streams
@@ -56,36 +60,30 @@ class HyperStreams(StreamsConfig):
         assert not is_scaled
         return HyperConnection(self, build, form)
 
-    def last(self, build: Build) -> HyperConnection:
-        return HyperConnection(self, build, num_kinds=1)
+    def last(self, build: Build) -> StreamsPlace:
+        return StreamsMean(self, build) if self.ends_in_mean else HyperConnection(self, build, num_kinds=1)
 
     def start(self, hidden_tX: Tensor) -> Streams:
         """Return the streams: copies of embedded tokens, or those of the previous pipeline stage."""
         return Streams(hidden_tX)
 
 
-class HyperConnection(Place):
-    """The place of a network between streams."""
+class StreamsPlace(Place):
+    """A place that reads a weighted sum of streams."""
 
-    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm = "plain", *, num_kinds: int = 3) -> None:
-        """
-        Args:
-            num_kinds: 3 around a network; 1 for the last place, whose normalised streams are the model's output.
-        """
+    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm) -> None:
         super().__init__()
-        context, hidden_size, norm_epsilon = build.context, build.hidden_size, build.norm_epsilon
-        num_coefficients = config.num_coefficients if num_kinds == 3 else config.num_streams
-        wide = torch.float32
-        self.map = context.parameter(num_coefficients, config.num_streams * hidden_size, dtype=wide)
-        self.base = context.parameter(num_coefficients, dtype=wide)
-        self.scales = context.parameter(num_kinds, dtype=wide)
-        self.norm = RMSNorm(hidden_size, norm_epsilon, context, form)
-        self.kernels = stream_operations.make(context.backend, config, norm_epsilon)
+        self.norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context, form)
+        self.kernels = stream_operations.make(build.context.backend, config, build.norm_epsilon)
+
+    @property
+    def weights(self) -> StreamsWeights:
+        """The weights that compute the coefficients of the sum."""
+        raise NotImplementedError
 
     def enter(self, stream: Streams, update_TD: Tensor | None) -> tuple[Streams, Any]:
         values_TX = self.close(stream, update_TD)
-        weights = StreamsWeights(self.map, self.base, self.scales)
-        collapsed_TD, coefficients_TC = self.kernels.collapse(values_TX, weights)
+        collapsed_TD, coefficients_TC = self.kernels.collapse(values_TX, self.weights)
         _, normed = self.norm.after_adding(None, collapsed_TD)
         return Streams(values_TX, coefficients_TC), normed
 
@@ -100,5 +98,48 @@ class HyperConnection(Place):
 
     def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
         yield from self.norm.rows(at.under(norm_name))
+
+
+class StreamsMean(StreamsPlace):
+    """The last place, which reads the mean of the streams."""
+
+    def __init__(self, config: StreamsConfig, build: Build) -> None:
+        super().__init__(dataclasses.replace(config, epsilon=0.0), build, "plain")
+        num_streams, device = config.num_streams, build.context.device
+        # The sigmoid of this number is 1 / num_streams.
+        base = -math.log(num_streams - 1) if num_streams > 1 else math.inf
+        self._weights = StreamsWeights(
+            torch.zeros(num_streams, num_streams * build.hidden_size, device=device),
+            torch.full((num_streams,), base, device=device),
+            torch.zeros(1, device=device),
+        )
+
+    @property
+    def weights(self) -> StreamsWeights:
+        return self._weights
+
+
+class HyperConnection(StreamsPlace):
+    """The place of a network between streams."""
+
+    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm = "plain", *, num_kinds: int = 3) -> None:
+        """
+        Args:
+            num_kinds: 3 around a network; 1 for the last place, whose normalised streams are the model's output.
+        """
+        super().__init__(config, build, form)
+        context, hidden_size = build.context, build.hidden_size
+        num_coefficients = config.num_coefficients if num_kinds == 3 else config.num_streams
+        wide = torch.float32
+        self.map = context.parameter(num_coefficients, config.num_streams * hidden_size, dtype=wide)
+        self.base = context.parameter(num_coefficients, dtype=wide)
+        self.scales = context.parameter(num_kinds, dtype=wide)
+
+    @property
+    def weights(self) -> StreamsWeights:
+        return StreamsWeights(self.map, self.base, self.scales)
+
+    def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
+        yield from super().rows(at, norm_name, output_norm_name)
         for name, memory in (("fn", self.map), ("base", self.base), ("scale", self.scales)):
             yield at(f"{norm_name}.hc_{name}"), whole(memory)

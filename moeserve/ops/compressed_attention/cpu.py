@@ -51,20 +51,25 @@ class CpuCompressedAttention:
         self._native.write_cache(vector_TH[:, None], None, cache.tokens[:, None], None, windows.cache_slots)
         if entry_TH is None:
             return
-        num_blocks, entries_of_block, _ = cache.entries.shape
-        entry_slot_T = torch.empty(len(vector_TH), dtype=torch.int64)
+        entries = [(entry_TH, cache.entries)]
+        if index_key_TI is not None:
+            assert cache.index_keys is not None
+            entries.append((index_key_TI, cache.index_keys))
+        self.write_entries(cache.block_size, step, *entries)
+
+    def write_entries(self, block_size: int, step: StepInputs, *entries: tuple[Tensor, Tensor]) -> None:
+        num_blocks, entries_of_block, _ = entries[0][1].shape
+        entry_slot_T = torch.empty(len(step.cache_slots), dtype=torch.int64)
         self._native.find_entry_slots(
             *_chunks(step),
             entry_slot_T,
             num_blocks=num_blocks,
-            block_size=cache.block_size,
+            block_size=block_size,
             ratio=self._shape.ratio,
             entries_of_block=entries_of_block,
         )
-        self._native.write_cache(entry_TH[:, None], None, cache.entries[:, None], None, entry_slot_T)
-        if index_key_TI is not None:
-            assert cache.index_keys is not None
-            self._native.write_cache(index_key_TI[:, None], None, cache.index_keys[:, None], None, entry_slot_T)
+        for rows_TH, memory in entries:
+            self._native.write_cache(rows_TH[:, None], None, memory[:, None], None, entry_slot_T)
 
     def attend(
         self,

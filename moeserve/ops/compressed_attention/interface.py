@@ -148,9 +148,16 @@ class CompressedAttention(Protocol):
         step: StepInputs,
         windows: StepInputs,
     ) -> None:
-        """Store the vector of each token, and the entry and index key of each window.
+        """Store the vector of each token, and the entry and index key of each window; see `write_entries`."""
+        ...
 
-        A window's entry and index key are in the row of its last token; other rows of these inputs are ignored.
+    def write_entries(self, block_size: int, step: StepInputs, *entries: tuple[Tensor, Tensor]) -> None:
+        """Store entries of one or more kinds.
+
+        Args:
+            block_size: tokens of a block.
+            entries: rows [T, H], in which the entry of a window is in the row of its last token, and other rows are
+                ignored; and the memory of the entries [num_blocks, E, H].
         """
         ...
 

@@ -66,14 +66,20 @@ class TorchCompressedAttention:
         _store(vector_TH, cache.tokens.flatten(0, 1), windows.cache_slots)
         if entry_TH is None or self.shape.ratio is None:
             return
+        entries = [(entry_TH, cache.entries)]
+        if index_key_TI is not None and cache.index_keys is not None:
+            entries.append((index_key_TI, cache.index_keys))
+        self.write_entries(cache.block_size, step, *entries)
+
+    def write_entries(self, block_size: int, step: StepInputs, *entries: tuple[Tensor, Tensor]) -> None:
+        assert self.shape.ratio is not None
         slot_T, position_T = step.cache_slots, step.positions
-        block_T, offset_T = slot_T // cache.block_size, slot_T % cache.block_size
+        block_T, offset_T = slot_T // block_size, slot_T % block_size
         in_block_T = position_T // self.shape.ratio - (position_T - offset_T) // self.shape.ratio
         is_last_T = (slot_T >= 0) & ((position_T + 1) % self.shape.ratio == 0)
-        entry_slot_T = torch.where(is_last_T, block_T * cache.entries.shape[1] + in_block_T, -1)
-        _store(entry_TH, cache.entries.flatten(0, 1), entry_slot_T)
-        if index_key_TI is not None and cache.index_keys is not None:
-            _store(index_key_TI, cache.index_keys.flatten(0, 1), entry_slot_T)
+        entry_slot_T = torch.where(is_last_T, block_T * entries[0][1].shape[1] + in_block_T, -1)
+        for rows_TH, memory in entries:
+            _store(rows_TH, memory.flatten(0, 1), entry_slot_T)
 
     def attend(
         self,

@@ -44,16 +44,22 @@ class TritonCompressedAttention:
         write_latents(vector_TH, cache.tokens, windows.cache_slots)
         if entry_TH is None or self._shape.ratio is None:
             return
+        entries = [(entry_TH, cache.entries)]
+        if index_key_TI is not None and cache.index_keys is not None:
+            entries.append((index_key_TI, cache.index_keys))
+        self.write_entries(cache.block_size, step, *entries)
+
+    def write_entries(self, block_size: int, step: StepInputs, *entries: tuple[Tensor, Tensor]) -> None:
+        assert self._shape.ratio is not None
         slots_T = find_entry_slots(
             step.cache_slots,
             step.positions,
-            block_size=cache.block_size,
+            block_size=block_size,
             ratio=self._shape.ratio,
-            entries_of_block=cache.entries.shape[1],
+            entries_of_block=entries[0][1].shape[1],
         )
-        write_latents(entry_TH, cache.entries, slots_T)
-        if index_key_TI is not None and cache.index_keys is not None:
-            write_latents(index_key_TI, cache.index_keys, slots_T)
+        for rows_TH, memory in entries:
+            write_latents(rows_TH, memory, slots_T)
 
     def attend(
         self,

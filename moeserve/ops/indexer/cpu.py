@@ -31,6 +31,14 @@ class CpuIndexer:
             return chosen
         context = step.block_table, step.row_starts, step.context_lens
         results = chosen.slots_TC, chosen.counts_T, chosen.starts
-        sizes = dict(top_k=rule.top_k, tokens_per_entry=rule.tokens_per_entry)
-        self._native.choose_entries(query_TNH, weights_TN, key_cache, *context, *results, **sizes)
+        self._native.choose_entries(
+            query_TNH,
+            weights_TN,
+            key_cache,
+            *context,
+            *results,
+            top_k=rule.top_k,
+            tokens_per_entry=rule.tokens_per_entry,
+            is_expanded=rule.is_expanded,
+        )
         return chosen

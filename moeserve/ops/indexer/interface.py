@@ -28,6 +28,8 @@ class IndexerRule:
 
     top_k: int
     tokens_per_entry: int = 1  # a token at position p sees the first (p + 1) // tokens_per_entry entries
+    # A token attends to the tokens of the chosen entries, and to those up to itself that are in no entry yet (GLM-5.3).
+    is_expanded: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class ChosenEntries:
     They form a block table with blocks of one entry, in which each token is a chunk by itself.
     """
 
-    slots_TC: Tensor  # int32: block * block_size + offset of each entry, by position; arbitrary after the last
+    # int32: block * block_size + offset of each entry, or of each token if entries are expanded, by position; arbitrary
+    # after the last
+    slots_TC: Tensor
     counts_T: Tensor  # int32: number of entries of each token
     starts: Tensor  # [T + 1] int32: 0, 1, 2, ..., the start of each token's chunk
 
@@ -62,11 +66,14 @@ class ChooseEntries(Protocol):
             query_TNH: may be a view of a projection.
             weights_TN: in the dtype of the queries.
             key_cache: [num_blocks, block_size, H], in the dtype of the queries, addressed by `step.block_table`. Each
-                position of a block is an entry.
+                position of a block is an entry. If entries are expanded, a block has all tokens of each of its entries.
         """
         ...
 
 
 def num_places(rule: IndexerRule, key_cache: Tensor, step: StepInputs) -> int:
-    """Return the maximum number of entries chosen for a token of the step."""
-    return min(rule.top_k, step.block_table.shape[1] * key_cache.shape[1])
+    """Return the maximum number of places for the choice of a token of the step."""
+    num_entries = step.block_table.shape[1] * key_cache.shape[1]
+    if not rule.is_expanded:
+        return min(rule.top_k, num_entries)
+    return min((rule.top_k + 1) * rule.tokens_per_entry - 1, num_entries * rule.tokens_per_entry)

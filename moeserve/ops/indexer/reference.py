@@ -30,13 +30,13 @@ class TorchIndexer:
         for span, blocks in zip(step.spans, step.block_table, strict=True):
             num_rows = min(span.num_rows, span.context_len)
             num_entries = span.context_len // rule.tokens_per_entry
-            if num_rows == 0 or num_entries == 0:
+            if num_rows == 0 or (num_entries == 0 and not rule.is_expanded):
                 continue
             entries_E = torch.arange(num_entries, device=device)
             block_size = key_cache.shape[1]
             slots_E = blocks[entries_E // block_size].long() * block_size + entries_E % block_size
             keys_EH = key_cache.flatten(0, 1)[slots_E]
-            rows_at_once = max(1, MAX_PRODUCTS // (num_entries * num_heads))
+            rows_at_once = max(1, MAX_PRODUCTS // max(1, num_entries * num_heads))
             for first in range(span.last_row + 1 - num_rows, span.last_row + 1, rows_at_once):
                 rows = slice(first, min(first + rows_at_once, span.last_row + 1))
                 before = span.context_len - (span.last_row + 1 - first)  # positions before the first row
@@ -47,6 +47,14 @@ class TorchIndexer:
                 best_RK = scores_RE.sort(dim=1, descending=True, stable=True).indices[:, : rule.top_k]
                 # Entries that a row does not see sort last, also when the chosen entries are ordered by position.
                 best_RK = torch.where(best_RK < seen_R[:, None], best_RK, num_entries).sort(dim=1).values
+                if rule.is_expanded:
+                    size = block_size * rule.tokens_per_entry
+                    for row in range(first, rows.stop):
+                        best_K = best_RK[row - first]
+                        tokens = _tokens_of(best_K[best_K < num_entries], before + row - first, rule.tokens_per_entry)
+                        chosen.slots_TC[row, : len(tokens)] = (blocks[tokens // size] * size + tokens % size).int()
+                        chosen.counts_T[row] = len(tokens)
+                    continue
                 slots_RK = slots_E[best_RK.clamp(max=num_entries - 1)]
                 chosen.slots_TC[rows, : slots_RK.shape[1]] = slots_RK.int()
                 chosen.counts_T[rows] = seen_R.clamp(max=rule.top_k).int()
@@ -57,3 +65,10 @@ def score_entries(query_RNH: Tensor, weights_RN: Tensor, keys_EH: Tensor) -> Ten
     """Return the score [R, E] float32 of each entry for each row."""
     products_RNE = functional.relu(query_RNH.float() @ keys_EH.float().T)
     return (weights_RN.float()[:, None] @ products_RNE)[:, 0] + 0.0  # no negative zeros
+
+
+def _tokens_of(entries_K: Tensor, position: int, tokens_per_entry: int) -> Tensor:
+    """Return the positions of the tokens of some entries, and of those up to `position` that are in no entry yet."""
+    of_entries = entries_K[:, None] * tokens_per_entry + torch.arange(tokens_per_entry, device=entries_K.device)
+    first = (position + 1) // tokens_per_entry * tokens_per_entry
+    return torch.cat([of_entries.flatten(), torch.arange(first, position + 1, device=entries_K.device)])
