@@ -29,8 +29,8 @@ FETCH_SCHEMA_SUITE := $(VENV)/bin/python tests/unit/json_schema_suite.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel try-wheel tokenizers schema-suite test test-clients test-avx2 test-arm64 soak check \
-	lint types layers documents package bench bench-gpu gpu-env gpu-kit clean distclean
+.PHONY: help setup demo demo-ray wheel try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
+	test-arm64 soak check lint types layers documents package bench bench-gpu gpu-env gpu-kit clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
 	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: also install and run the wheel"
 	@echo "make test    run the tests"
+	@echo "make test-all   run the slow tests too (40 minutes on two cores)"
 	@echo "make test-clients   run agents and libraries by others against the server (Linux; needs npm and a JDK)"
 	@echo "make test-avx2   run the tests of kernels and engine with AVX-512 switched off"
 	@echo "make test-arm64   cross-compile the kernels for 64-bit ARM and run their tests under qemu (Debian on x86-64)"
@@ -93,14 +94,21 @@ TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 # All phases run; then the failures of all are shown. Triton's interpreter, which runs GPU kernels on a CPU, is chosen for
 # a whole process.
-test: SHELL := /bin/bash
-test: setup
+#
+# `make test` leaves out what is slow, such as planted bugs, exhaustive searches and most layouts.
+test: MARKS := not slow and not soak
+test-slow: MARKS := slow and not soak
+test test-slow: SHELL := /bin/bash
+test test-slow: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	@$(FETCH_SCHEMA_SUITE) || echo "WARNING: the test of the JSON-Schema-Test-Suite is skipped"
 	@mkdir -p build; rm -f build/test-*.log; set -o pipefail; failed=0; \
-	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability server kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_kernels 2>&1 | tee build/test-2.log || failed=1; \
+	$(PYTEST) -m "$(MARKS)" $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability server kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
+	TRITON_INTERPRET=1 $(PYTEST) -m "$(MARKS)" -n 2 tests/gpu_kernels 2>&1 | tee build/test-2.log || failed=1; \
 	grep -hE '^(FAILED|ERROR) ' build/test-*.log || echo "No test failed."; exit $$failed
+
+test-all: test
+	@$(MAKE) test-slow
 
 # Agents, libraries and benchmarks by others, unmodified, in environments of their own, which need Python 3.11. They run
 # without any network but the loopback interface, so they reach the server alone.

@@ -24,6 +24,15 @@ settings.register_profile(
 settings.load_profile("seeded")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the parametrisations of a test that are slow, before pytest chooses by marks."""
+    for item in items:
+        mark = item.get_closest_marker("slow_but")
+        if mark is not None and not any(part in item.name for part in mark.args):
+            item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Give each test the same random numbers, whichever tests run before it."""

@@ -290,6 +290,7 @@ def faults(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_outputs(ranks: Ranks, num_ranks: int) -> None:
     """Both APIs and both modes, in bfloat16 and float8, equal the exact sum and all_to_all within rounding."""

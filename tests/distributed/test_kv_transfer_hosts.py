@@ -18,6 +18,7 @@ NUM_PROMPTS = 30
 LOSS = 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("layouts", [("1", "tp 2"), ("tp 2", "1")])
 @pytest.mark.parametrize("name", ["mixtral-three-layers", "deepseek-v3-four-heads"])

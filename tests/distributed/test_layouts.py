@@ -91,6 +91,7 @@ CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
 
 
+@pytest.mark.slow_but("mixtral-2-2-all", "deepseek-v3-four-heads-1-8", "gpt-oss-2-2-shared", "qwen3-moe-eight-heads-4")
 @pytest.mark.parametrize(("name", "tp", "dp", "dispatcher", "num_redundant", "max_small_tokens"), CASES)
 def test_tokens_of_transformers(
     ranks: Ranks,
@@ -115,6 +116,7 @@ def test_tokens_of_transformers(
     check_results(reference, stories, play(ranks, reference, 1, 1, dispatcher="local"))
 
 
+@pytest.mark.slow_but("mixtral")
 @pytest.mark.parametrize(
     ("name", "tp"),
     [("mixtral-wide", 2), ("mixtral-wide", 4), ("qwen3-moe-wide", 2), ("granite-wide", 2), ("gpt-oss-wide", 2)],

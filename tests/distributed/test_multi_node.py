@@ -149,6 +149,7 @@ def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, re
     assert given["executor"] == "ray"
 
 
+@pytest.mark.slow
 def test_pipeline_stages_on_two_hosts(cluster: Cluster, reference: Reference) -> None:
     """A stage takes all cores of a host. Between stages, tensors travel over the network.
 
@@ -204,6 +205,7 @@ def check_failure(cluster: Cluster, reference: Reference, fault: Callable[[Host]
     assert cluster.answer().get("tokens") == undisturbed["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("replicas")
 def test_replicas_on_two_hosts_give_the_tokens_of_one_rank(cluster: Cluster, reference: Reference) -> None:
     prompts = reference.prompts(3, 40, 17, 24, 9, 31)

@@ -38,6 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_an_engine_gives_the_tokens_of_transformers_and_leaves_nothing(
     layout: dict[str, int],
@@ -64,6 +65,7 @@ def test_an_engine_gives_the_tokens_of_transformers_and_leaves_nothing(
     assert list(folder.glob("moeserve-*")) == []  # files of sockets
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_requests_and_is_named(
     reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_ctrl_c_ends_a_nap(ranks: Ranks) -> None:
     assert run(ranks, 2, "test_shared_memory:interrupt_a_wait") == [[0, 1]] * 2
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_noticed_and_leaves_no_file(folder: Path) -> None:
     (folder / "begun").mkdir()
     own = Ranks()  # whose temporary files are in this folder

@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = dict(
 ALL_STEPS = dict(overlap_decode_tokens=1, overlap_prefill_tokens=1)
 
 
+@pytest.mark.slow_but("mixtral-1-2-1-shared", "deepseek-v3-four-heads-2-2")
 @pytest.mark.parametrize(
     ("name", "tp", "dp", "pp", "dispatcher", "max_small_tokens"),
     [

@@ -84,6 +84,7 @@ def test_all_tables_of_several_ranks(
         assert row["workload"]["batch"] == (4 if kind == "decode" else 2)
 
 
+@pytest.mark.slow
 def test_rebalancing_is_timed_before_during_and_after(tmp_path: Path) -> None:
     results = tmp_path / "rebalance.jsonl"
     rebalance.main(["--ranks", "2", "--rounds", "1", "--steps", "4", "--tokens", "64", "--json", str(results)])

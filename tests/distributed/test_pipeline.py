@@ -39,6 +39,7 @@ MODELS = (
 )  # of three layers
 
 
+@pytest.mark.slow_but("mixtral", "deepseek-v32")
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_transformers_and_bytes_of_one_stage(
     ranks: Ranks, reference_named: Callable[[str], Reference], name: str

@@ -164,6 +164,7 @@ def test_consequences_alone_are_returned_after_a_while(start: Start) -> None:
     assert [report.name for report in collect_failures(processes)] == ["rank 0"]
 
 
+@pytest.mark.slow
 @BOTH_WAYS
 def test_the_failure_of_a_grandchild_is_reported_by_its_parent(start: Start) -> None:
     process = start("family", "rank 0", child={"do": "raise", "kind": "plain"})
@@ -212,6 +213,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 @BOTH_WAYS
 @pytest.mark.parametrize(
     "then", ["sys.exit(0)", "os.kill(os.getpid(), 9)", "os.fork() and os.kill(os.getpid(), 9); time.sleep(5)"]

@@ -110,6 +110,7 @@ def test_a_prompt_is_routed_to_its_prefix(llm: LLM, reference: Reference) -> Non
         assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 32
 
 
+@pytest.mark.slow
 def test_aborts_leave_no_block_behind(llm: LLM, reference: Reference) -> None:
     prompts = reference.prompts(*[20] * 6, seed=4)
     streams = [llm.stream(prompt, ENDLESS) for prompt in prompts]

@@ -364,6 +364,7 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         own.close()
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_any_moment_leave_nothing(tmp_path: Path) -> None:
     """Also while they listen in the handshake: kill them at several moments after the first rank has a memory."""
     names: set[bytes] = set()

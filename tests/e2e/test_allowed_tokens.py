@@ -43,6 +43,7 @@ def of_transformers(reference: Any, prompt_ids: list[int], **options: Any) -> li
         return reference.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt_ids) :].tolist()
 
 
+@pytest.mark.slow
 def test_bad_words_are_those_that_transformers_excludes(llm: LLM, reference: Any) -> None:
     """Each round excludes words of one to three letters from the outputs of the round before."""
     codec = llm.codec

@@ -43,6 +43,7 @@ def prompts(reference_named: Callable[[str], Reference]) -> list[list[int]]:
     return [*first, *reference.clear_prompts([77, 45], NUM_TOKENS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import damaged_checkpoints
+import pytest
 from gguf_families import write_family
 from reference_models import SHAPES, in_the_style_of_the_hub, make_reference
 from safetensors.torch import load_file, save_file
@@ -75,6 +76,7 @@ def vocabulary(size: int) -> list[list[Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_opened_or_refused(tmp_path: Path) -> None:
     make_bases(tmp_path)
     ends = [NUM_CASES * number // NUM_PROCESSES for number in range(NUM_PROCESSES + 1)]

@@ -44,6 +44,7 @@ def test_every_example_is_tested() -> None:
     assert {path.relative_to(EXAMPLES).as_posix() for path in programs} == set(EXPECTED) | ELSEWHERE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_example(
     name: str, default_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -57,6 +58,7 @@ def test_example(
         assert text in printed
 
 
+@pytest.mark.slow
 def test_notebook(default_cache: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     NotebookClient(notebook, timeout=200).execute()

@@ -156,6 +156,7 @@ def _processes_with(variable: bytes) -> list[str]:
     return found
 
 
+@pytest.mark.slow_but("async, a request in flight", "Ctrl-C")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_ends_with_an_engine_open(name: str, plain: Reference) -> None:
@@ -168,6 +169,7 @@ def test_a_program_that_ends_with_an_engine_open(name: str, plain: Reference) ->
     assert "Fatal" not in errors
 
 
+@pytest.mark.slow_but("sync, a stream is open")
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["async, a request in flight", "sync, a stream is open", "a fork that ends first"])
@@ -178,6 +180,7 @@ def test_a_program_that_ends_with_ranks_in_processes(name: str, plain: Reference
     assert "nanobind" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_daemon_thread_that_still_generates(plain: Reference) -> None:
     """Python never ends such a thread, so its modules stay; that is not reported as a leak."""

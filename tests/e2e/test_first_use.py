@@ -39,6 +39,7 @@ print(json.dumps(seen))
 HEAVY = {"transformers", "torch._dynamo", "torch._inductor", "sympy", "ray", "triton", "matplotlib", "pandas", "gguf"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_cache")
 def test_a_start_imports_little_and_an_answer_nothing() -> None:
     LLM(show_progress=False, max_model_len=256).shutdown()  # builds the default model, which needs gguf
@@ -56,6 +57,7 @@ def test_overrides_extend_the_context_of_the_default_model() -> None:
         assert llm.config.schedule.max_model_len == 2 * 8192
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native_kernels() is None, reason="there are no captured steps without the C++ kernels")
 def test_no_step_among_the_first_takes_three_times_the_median(
     default_cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -183,6 +183,7 @@ def test_damaged_and_lost_blocks_are_computed(reference_named: Callable[[str], R
     assert stats.num_failed_blocks > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.soak)])
 def test_a_folder_keeps_its_size_while_engines_are_killed(
     reference_named: Callable[[str], Reference], tmp_path: Path, num_kills: int

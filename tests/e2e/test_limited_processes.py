@@ -23,6 +23,7 @@ open(path, "w").write(str(tokens))
 """
 
 
+@pytest.mark.slow_but("mp-<&- >&- 2>&-")
 @pytest.mark.parametrize(
     ("executor", "closed"),
     [
@@ -38,6 +39,7 @@ def test_closed_standard_streams(executor: str, closed: str, plain: Reference, t
     assert found.read_text() == str(plain.greedy([5, 6], NUM_TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_do_not_write_to_a_file_in_the_place_of_a_closed_stream(plain: Reference, tmp_path: Path) -> None:
     """The program's first file gets the number of standard error, to which ranks log."""
@@ -49,6 +51,7 @@ def test_ranks_do_not_write_to_a_file_in_the_place_of_a_closed_stream(plain: Ref
     assert (tmp_path / "tokens.first").read_text() == ""
 
 
+@pytest.mark.slow_but("uniproc")
 @pytest.mark.parametrize(
     ("limit", "executor", "expected"),
     [

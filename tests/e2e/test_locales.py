@@ -35,16 +35,19 @@ def run(command: str, *arguments: str | Path, typed: bytes = b"", **environment:
     return process.stdout.decode()
 
 
+@pytest.mark.slow
 def test_a_prompt_in_an_ascii_locale(folder: Path) -> None:
     arguments = (folder, "--prompt", TEXT, "--raw")
     assert run("generate", *arguments, **ONLY_ASCII) == run("generate", *arguments, PYTHONUTF8="1")
 
 
+@pytest.mark.slow
 def test_a_conversation_in_an_ascii_locale(folder: Path) -> None:
     arguments, typed = (folder, "--system", TEXT), f"{TEXT}\n".encode()
     assert run("chat", *arguments, typed=typed, **ONLY_ASCII) == run("chat", *arguments, typed=typed, PYTHONUTF8="1")
 
 
+@pytest.mark.slow
 def test_characters_that_the_output_cannot_represent_are_escaped(folder: Path) -> None:
     arguments = (folder, "--prompt", TEXT, "--raw")
     answer = run("generate", *arguments, PYTHONUTF8="1")

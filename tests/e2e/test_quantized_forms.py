@@ -204,6 +204,7 @@ OF_16 = {"hidden_size": 64, "intermediate_size": 48}
 OF_32 = {"hidden_size": 64, "intermediate_size": 96}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "encode_weight", "quantization", "tp"),
     [

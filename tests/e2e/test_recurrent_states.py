@@ -89,6 +89,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow_but("qwen3-next-data", "nemotron-h-latent", "jamba-tensor", "kimi-linear-tensor")
 @pytest.mark.parametrize(
     ("reference", "layout"),
     LAYOUTS,

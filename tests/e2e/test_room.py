@@ -47,6 +47,7 @@ def limit_address_space() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
 
+@pytest.mark.slow
 def test_settings_are_refused_by_name(plain: Reference) -> None:
     settings = json.dumps([each for each, _ in TOO_LARGE])
     command = [sys.executable, "-X", "dev", "-c", TRY, str(plain.folder), settings]
@@ -58,6 +59,7 @@ def test_settings_are_refused_by_name(plain: Reference) -> None:
     assert "nanobind" not in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_and_a_server_end_with_the_error_alone(plain: Reference) -> None:
     flags = "--dtype float32 --num-threads 1 -tp 2 --executor mp --kv-cache-memory 500GiB --port 0"

@@ -68,6 +68,7 @@ def calls_of_thread(llm: LLM, thread: int) -> list[Any]:
     return [CALLS[(thread + round) % len(CALLS)](llm, thread, round) for round in range(NUM_ROUNDS)]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_threads_get_the_results_of_one_call_after_the_other(llm: LLM) -> None:
     expected = [calls_of_thread(llm, thread) for thread in range(NUM_THREADS)]

@@ -75,6 +75,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(reference: Reference, num
                 torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_experts_are_spread_over_replicas(tmp_path: Path) -> None:
     """One replica has nothing to do for a while; then both have, and their experts compute the tokens of both."""

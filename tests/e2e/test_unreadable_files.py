@@ -70,6 +70,7 @@ def command() -> list[str]:
     return ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *python]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [unreadable, folder_instead, dangling_link, truncated, empty])
 def test_the_error_names_the_file(damage: object, whole: Path, command: list[str], tmp_path: Path) -> None:
     damaged: list[Path] = []

@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_of_a_user_without_home_and_account(folder: Path) -> None:
     run = generate(f"exec {AS_NOBODY}", str(folder), "hi", "--raw", *RANKS.split())
@@ -50,6 +51,7 @@ def test_ranks_of_a_user_without_home_and_account(folder: Path) -> None:
     assert run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_without_a_writable_folder_and_with_little_shared_memory(folder: Path, tmp_path: Path) -> None:
     mounts = f"mount -t tmpfs -o ro none {tmp_path} && mount -t tmpfs -o size=64k none /dev/shm && exec"
@@ -59,6 +61,7 @@ def test_ranks_without_a_writable_folder_and_with_little_shared_memory(folder: P
     assert run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "cause"), [("ro", "Read-only file system"), ("size=1m", "No space left on device")]
 )

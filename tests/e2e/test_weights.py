@@ -47,6 +47,7 @@ print((resident("VmHWM") - before) / weights, weights)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "fp8", "fused"])
 def test_peak_memory_while_loading_is_little_more_than_the_weights(kind: str, tmp_path: Path) -> None:
     """The peak is at most 1.25 times the weights, mapped pages included.

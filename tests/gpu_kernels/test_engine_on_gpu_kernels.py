@@ -77,6 +77,7 @@ def assert_greedy_tokens(llm: LLM, reference: Reference) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels")
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
     """Tokens equal those of transformers with the dequantised weights."""
@@ -114,6 +115,7 @@ class Replayed:
         return counted_replay, outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_captured"),
     [*FAMILIES, *(pytest.param(*family, marks=pytest.mark.soak) for family in MORE_FAMILIES)],
@@ -146,6 +148,7 @@ def test_tokens_equal_transformers(
     assert window.num_padding_tokens > 0
 
 
+@pytest.mark.slow
 def test_random_tokens_do_not_depend_on_the_kernels(
     reference_named: Callable[[str], Reference], request: pytest.FixtureRequest
 ) -> None:
@@ -166,6 +169,7 @@ def test_random_tokens_do_not_depend_on_the_kernels(
     assert drawn() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
 def test_a_cache_of_8_bit_floats_has_the_tokens_of_the_cpu(
     name: str, reference_named: Callable[[str], Reference], request: pytest.FixtureRequest
@@ -213,6 +217,7 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
     return package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "is_captured"), [("mixtral-window", True), ("gpt-oss", False)])
 def test_tokens_with_another_library_equal_transformers(
     name: str,
@@ -262,6 +267,7 @@ def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeyp
     assert chosen == [4, 4, 5, 5, 40, 40]
 
 
+@pytest.mark.slow
 def test_steps_of_all_sizes_run_before_serving(
     gpu_kernels: None, reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:

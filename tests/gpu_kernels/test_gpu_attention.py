@@ -79,6 +79,7 @@ def check(case: Case, actual: Tensor | None = None, expected: Tensor | None = No
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps(seed: int, is_latent: bool) -> None:
@@ -101,6 +102,7 @@ def test_random_steps(seed: int, is_latent: bool) -> None:
     check(make_case([(1, 30), *lengths], shape, block_size=draw.choice([1, 3, 16, 64]), dtype=dtype, seed=seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "lengths"),
     [
@@ -123,6 +125,7 @@ def test_more_pieces_than_splits(shape: Shape, monkeypatch: pytest.MonkeyPatch) 
     check(make_case([(1, 180), (1, 128), (0, 0), (1, 1), (1, 129)], shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [
@@ -308,6 +311,7 @@ def test_result_of_a_chunk_does_not_depend_on_other_chunks(shape: Shape) -> None
         assert same_bytes(attend(alone, max_rows_per_chunk=50, max_context=900), together[rows]), f"{span}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     "shape", [Shape(4, 2, 16), WINDOW, Shape(8, 1, 32, latent_size=24)], ids=["paged", "window", "latent"]

@@ -67,6 +67,7 @@ def small_cases(name: str, dtype: torch.dtype = torch.float32) -> NamedCases:
     return cases_of_check(name, source, is_small=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_right_kernels_pass(name: str, dtype: torch.dtype) -> None:
@@ -200,6 +201,7 @@ def timed(call: Callable[[], Any]) -> float:
     return 1e-3
 
 
+@pytest.mark.slow
 def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They get the same inputs as our kernels. A library that fails to run loses no other result."""
     attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
@@ -233,6 +235,7 @@ def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPat
             assert (other["status"], message in other["reason"]) == (status, True)
 
 
+@pytest.mark.slow
 def test_everything_that_is_timed_runs_with_its_work() -> None:
     """The bytes and operations of some cases follow by hand."""
     drawn = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.bfloat16)

@@ -45,6 +45,7 @@ def test_results_and_states_equal_the_reference(kind: str, name: str, dtype: tor
 TILED = ["delta-tiles", "channels-tiles", "state-space-odd"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [*(("linear_attention", name) for name in TILED), ("convolution", "odd"), ("convolution", "gated")],
@@ -67,6 +68,7 @@ def test_long_chunks_equal_the_reference(kind: str, name: str, dtype: torch.dtyp
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TILED[:2])
 def test_chunks_that_end_with_tiles_change_no_byte(name: str) -> None:
     """A prompt from position 20 on, whole and cut at position 64."""

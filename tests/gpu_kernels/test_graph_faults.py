@@ -164,6 +164,7 @@ GRAPH_FAULTS: dict[Callable[[Backend, pytest.MonkeyPatch], Backend], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", GRAPH_FAULTS, ids=lambda fault: fault.__name__)
 def test_fault_around_a_graph_is_found(
     fault: Callable[[Backend, pytest.MonkeyPatch], Backend], backend: Backend, monkeypatch: pytest.MonkeyPatch

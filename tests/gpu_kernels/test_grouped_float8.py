@@ -81,6 +81,7 @@ def test_quantised_results_have_the_bytes_of_two_operations(config: Config) -> N
         assert (scale_SF[count:] == -1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [2, 3, 5])
 @pytest.mark.parametrize("config", [CONFIGS["swapped"], CONFIGS["straight"]], ids=["swapped", "straight"])
 def test_shared_tiles(config: Config, num_splits: int) -> None:

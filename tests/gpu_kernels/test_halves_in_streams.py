@@ -90,6 +90,7 @@ def make_step() -> StepInputs:
     )
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_streams(device: fake_device.FakeDevice, tmp_path: Path) -> None:
     """While one half computes, the communicator works for the other. A replay has the results of the whole step."""

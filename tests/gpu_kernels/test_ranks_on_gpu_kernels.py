@@ -69,6 +69,7 @@ def run(
     return updates_of(msgspec.convert(played, list[Story], strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tp", "options"),
     [
@@ -89,6 +90,7 @@ def test_tokens_of_two_ranks(
         assert tokens == reference.greedy(prompt, NUM_TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek-v3-four-heads", marks=pytest.mark.soak)])
 def test_the_same_bytes_with_two_ranks(reference_named: Callable[[str], Reference], name: str) -> None:
     """Two replicas compute prompts whole; one replica of two ranks computes them together, in chunks of 5 tokens."""

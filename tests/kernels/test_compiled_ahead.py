@@ -37,6 +37,7 @@ def played_gpu() -> SimpleNamespace:
     )
 
 
+@pytest.mark.slow
 def test_launches_on_a_gpu_find_what_was_compiled_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moved cache folder, without what launches do not need, still has the kernels for launches with tensors."""
     import torch

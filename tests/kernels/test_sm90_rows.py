@@ -88,6 +88,7 @@ def test_products_in_chunks(pointer: str, num_chunks: int, has_bias: bool) -> No
     assert pointer == "*fp32" or code.num_wgmma > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "scoring", "groups", "has_correction"),
     [
@@ -263,6 +264,7 @@ def test_linear_attention(pointer: str, rule: str) -> None:
     compiled(gate_kernel, types, dict(BLOCK=group_size) | flags, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("rule", ["delta", "channels", "state space"])
 def test_linear_attention_in_tiles(pointer: str, rule: str) -> None:

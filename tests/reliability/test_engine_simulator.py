@@ -23,6 +23,7 @@ def run_scenarios(seeds: range) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_random_faults() -> None:
     counts = run_scenarios(range(40))
     faults = ("none", "kill engine", "kill rank", "stop engine", "stop rank", "raise", "cut to", "cut from", "close")
@@ -30,6 +31,7 @@ def test_random_faults() -> None:
     assert min(counts[kind] for kind in ("restarts", "end", "stop", "length", "abort", "error")) >= 10, counts
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run() -> None:
     def run() -> EngineReport:
         return simulate_engine(EngineScenario(seed=5, fault="kill rank", fault_s=1.0))
@@ -37,6 +39,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert run() == run()
 
 
+@pytest.mark.slow_but("ForgetsAborts")
 @pytest.mark.parametrize("bug", PLANTED_IN_ENGINE, ids=[bug.name for bug in PLANTED_IN_ENGINE])
 def test_planted_bug_is_found(bug: PlantedInEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "RequestsInFlight", bug.requests_class)

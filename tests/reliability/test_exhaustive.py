@@ -32,6 +32,7 @@ SCRIPTS: dict[str, Script] = {
 ROUNDS = {"alone": 4, "abort": 4, "collect": 4, "one busy": 4, "shutdown": 3}
 
 
+@pytest.mark.slow_but("collect", "one busy")
 @pytest.mark.parametrize("script", list(SCRIPTS))
 def test_every_order(script: str) -> None:
     found = explore(SCRIPTS[script], Replica, max_sent=ROUNDS[script])
@@ -41,6 +42,7 @@ def test_every_order(script: str) -> None:
     assert script != "one busy" or found.most_steps == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_rounds", "plans_ahead"), [(2, False), (1, True), (3, True)])
 @pytest.mark.parametrize("script", list(SCRIPTS))
 def test_every_order_of_other_settings(script: str, max_rounds: int, plans_ahead: bool) -> None:

@@ -338,6 +338,7 @@ def test_a_hundred_pairs_of_engines_at_once(reference: Reference) -> None:
 TIMEOUT_S = 5  # the shortest that a collective may have
 
 
+@pytest.mark.slow_but("two")
 @pytest.mark.parametrize(
     ("point", "collective"),
     [
@@ -362,6 +363,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(
     traces.assert_none()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_no_other_waits_for_is_named_after_the_timeout(
     reference: Reference, plant: Callable[..., Planted], traces: Traces
 ) -> None:
@@ -376,6 +378,7 @@ def test_a_stopped_rank_that_no_other_waits_for_is_named_after_the_timeout(
     traces.assert_none()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "rank", "layout"), [("step", 0, {}), ("step", 2, TWO_BY_TWO)], ids=["alone", "four"])
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_is_no_failure(
     reference: Reference, plant: Callable[..., Planted], point: str, rank: int, layout: dict[str, int]
@@ -391,6 +394,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_is_no_failure(
         assert {list(stream)[-1].outputs[0].finish_reason for stream in streams} == {"length"}
 
 
+@pytest.mark.slow
 def test_a_rank_stopped_while_it_loads_is_named_after_the_timeout(
     reference: Reference, plant: Callable[..., Planted], traces: Traces
 ) -> None:
@@ -401,6 +405,7 @@ def test_a_rank_stopped_while_it_loads_is_named_after_the_timeout(
     traces.assert_none()
 
 
+@pytest.mark.slow
 def test_a_rank_may_load_for_longer_than_a_collective_may_take(
     reference: Reference, plant: Callable[..., Planted]
 ) -> None:

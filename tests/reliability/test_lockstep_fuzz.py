@@ -205,6 +205,7 @@ LAYOUTS = [("mixtral", 1, 1, 4), ("mixtral", 1, 2, 2), ("mixtral-odd", 1, 1, 8),
 IDS = ["dp4", "tp2dp2", "dp8", "pp2dp3"]
 
 
+@pytest.mark.slow_but("tp2dp2")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "pp", "tp", "dp"), LAYOUTS, ids=IDS)
 def test_random_traffic(ranks: Ranks, pool_named: Callable[[str], Pool], name: str, pp: int, tp: int, dp: int) -> None:

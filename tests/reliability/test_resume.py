@@ -39,6 +39,7 @@ def llm(request: pytest.FixtureRequest, reference_named: Callable[[str], Referen
             yield llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [1, pytest.param(50, marks=SOAK)])
 def test_requests_survive_killed_ranks(
     llm: LLM, reference_named: Callable[[str], Reference], caplog: pytest.LogCaptureFixture, num_kills: int

@@ -118,6 +118,7 @@ def members() -> set[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=SOAK)])
 def test_sizes_change_under_load(reference: Reference, executor: str) -> None:
     with serving(executor, reference, 1) as (llm, load):
@@ -244,6 +245,7 @@ def test_random_faults_while_the_size_changes(
     assert_gone(list(left), seconds=60.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "num_kills"),
     [("mp", 3), pytest.param("mp", 50, marks=SOAK), pytest.param("ray", 20, marks=SOAK)],

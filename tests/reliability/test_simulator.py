@@ -28,6 +28,7 @@ def run_scenarios(num_replicas: int, seeds: range, num_requests: int) -> Counter
     return counts
 
 
+@pytest.mark.slow
 def test_8_replicas() -> None:
     counts = run_scenarios(8, range(100), 40)
     kinds = ("none", "kill", "raise", "internal", "stalls", "late", "stop", "length", "abort", "error", "preemptions")
@@ -40,6 +41,7 @@ def test_64_replicas() -> None:
     assert counts["steps"] > 30, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["none", "kill"])
 def test_320_replicas(fault: Fault) -> None:
     scenario = Scenario(
@@ -97,6 +99,7 @@ def test_an_idle_worker_group_agrees_once_a_heartbeat() -> None:
     assert 90 <= report.num_idle_rounds <= 101
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_trace() -> None:
     """Two processes have different hash seeds."""
     program = (
@@ -117,6 +120,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert outputs[0][0] != outputs[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", bugs.PLANTED, ids=[bug.name for bug in bugs.PLANTED])
 def test_planted_bug_is_found(bug: bugs.Planted) -> None:
     assert first_violation(bug) in bug.names

@@ -152,6 +152,7 @@ def is_time(turn: int, turns_between: int) -> bool:
     return turn % turns_between == turns_between - 1
 
 
+@pytest.mark.slow_but("plain-messages")
 @pytest.mark.parametrize(
     ("agent_server", "usage_of_turn"),
     [

@@ -79,6 +79,7 @@ def parent_of(process: psutil.Process) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_an_api_process_that_is_killed_is_replaced(server: ServerProcess) -> None:
     before = api_processes(server)
     body = {"model": MODEL, "prompt": [3], "max_tokens": 500, "stream": True, "ignore_eos": True}
@@ -94,6 +95,7 @@ def test_an_api_process_that_is_killed_is_replaced(server: ServerProcess) -> Non
     assert api_processes(server).keys() == {"API process 0", "API process 2"}
 
 
+@pytest.mark.slow
 def test_an_api_process_that_is_stopped_is_replaced_and_holds_up_no_shutdown(server: ServerProcess) -> None:
     wait_until(lambda: server.num_listeners() == 2)
     wait_until(lambda: all(server.metric("generation_tokens_total") >= 0 for _ in range(NUM_REQUESTS)))
@@ -115,6 +117,7 @@ def stop_a_starting_process(server: ServerProcess) -> None:
     api_processes(server)["API process 2"].suspend()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_while_it_starts_is_replaced(server: ServerProcess) -> None:
     stop_a_starting_process(server)
     # On a busy machine, the process that replaces it may take too long too, and be replaced in turn.
@@ -122,12 +125,14 @@ def test_a_process_that_is_stopped_while_it_starts_is_replaced(server: ServerPro
     assert len({ask(server) for _ in range(NUM_REQUESTS)}) == NUM_REQUESTS
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_while_it_starts_holds_up_no_shutdown(server: ServerProcess) -> None:
     stop_a_starting_process(server)
     server.send_signal(signal.SIGTERM)
     server.wait(25)  # less than a process has for its start
 
 
+@pytest.mark.slow
 def test_requests_are_refused_while_the_model_is_loaded(tmp_path: Path) -> None:
     """Each request is answered at once, from the start to the first answer of an API process."""
     port = free_port()
@@ -157,6 +162,7 @@ def try_to_ask(server: ServerProcess) -> str | None:
         return None
 
 
+@pytest.mark.slow
 def test_a_server_whose_api_processes_fail_again_and_again_ends(server: ServerProcess) -> None:
     for index in range(1, 4):
         wait_until(lambda name=f"API process {index}": name in api_processes(server))

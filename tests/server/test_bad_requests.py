@@ -314,6 +314,7 @@ def send(server: RunningServer, path: str, body: Any) -> tuple[int, str]:
     return answer.status_code, answer.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lesson", REFUSED)
 def test_bad_requests_are_refused(bounded: RunningServer, alone: str, lesson: str) -> None:
     with streams_are_unharmed(bounded, alone):

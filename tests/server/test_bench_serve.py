@@ -21,6 +21,7 @@ RECORDED = Traffic(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [["--clients", "3"], ["--rate", "40"]])
 def test_it_counts_as_the_server_does(server: RunningServer, tmp_path: Path, load: list[str]) -> None:
     before = server.service.llm.session.frontend.stats[0].num_generated_tokens

@@ -15,6 +15,7 @@ from moeserve.bench.vocabulary import tokenizer, with_tokenizer
 NEW_TOKENS = 7
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_server_beside_asyncllm(tmp_path: Path) -> None:
     checkpoint = tmp_path / "model"

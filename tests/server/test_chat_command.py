@@ -68,6 +68,7 @@ def test_a_server_that_cannot_be_reached() -> None:
         RemoteModel("http://127.0.0.1:9/v1", "none", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_answer_alone(default_cache: Path) -> None:
     command = [sys.executable, "-m", "moeserve", "chat", "--max-model-len", "1024", "--kv-cache-memory", "64MiB"]

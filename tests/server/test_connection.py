@@ -151,6 +151,7 @@ def test_bodies_in_many_chunks_are_read(served: Served) -> None:
     assert answer.endswith(b"a" * 30_000 + b'"')
 
 
+@pytest.mark.slow
 def test_offers_to_upgrade_are_ignored(served: Served) -> None:
     offer = [b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABkAA"]
     body = b'{"prompt": "Hi"}'
@@ -295,6 +296,7 @@ def test_a_page_whose_name_resolves_to_this_machine_is_refused(served: Served) -
             other.running.stop()
 
 
+@pytest.mark.slow
 def test_malformed_heads(served: Served) -> None:
     """Each is answered with an error or a closed connection, and never with a failure of the server."""
     chance = random.Random(5)

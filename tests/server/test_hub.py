@@ -466,6 +466,7 @@ def test_hosts_of_a_cluster_have_caches_of_their_own_and_one_commit(
     assert on_this_host(own) == own
 
 
+@pytest.mark.slow
 def test_ranks_in_a_ray_cluster_read_what_the_driver_has_fetched(hub: Hub, model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(str(model)) as llm:
@@ -493,6 +494,7 @@ def test_upcycling_a_model_of_a_hub(hub: Hub, tmp_path: Path) -> None:
     assert not any(each.startswith("HEAD") and "model.safetensors" in each for each in hub.requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "plan", "simulate"])
 def test_commands_without_weights(hub: Hub, tmp_path: Path, command: str) -> None:
     flags: dict[str, list[str]] = {"plan": ["--ranks", "1"], "simulate": ["--ranks", "1", "--hardware", "h100"]}
@@ -515,6 +517,7 @@ def test_inspect_says_where_the_weights_are(hub: Hub, capsys: pytest.CaptureFixt
         find_model(NAME).fetch()
 
 
+@pytest.mark.slow
 def test_generate_writes_a_line_of_log_and_no_bars(hub: Hub, tmp_path: Path) -> None:
     flags = ["generate", NAME, "--prompt", "a", "--max-tokens", "2", "--revision", "main"]
     run = hub.run("-m", "moeserve", "--verbose", *flags, home=tmp_path)
@@ -529,6 +532,7 @@ def test_generate_writes_a_line_of_log_and_no_bars(hub: Hub, tmp_path: Path) -> 
     assert run.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_server_names_the_model_as_it_was_given(hub: Hub) -> None:
     with (
         serving("--model", NAME, "--device", "cpu") as server,
@@ -537,6 +541,7 @@ def test_a_server_names_the_model_as_it_was_given(hub: Hub) -> None:
         assert [each["id"] for each in json.load(answer)["data"]] == [NAME]
 
 
+@pytest.mark.slow
 def test_a_server_makes_the_requests_of_one_start(hub: Hub, tmp_path: Path) -> None:
     def of_model() -> list[str]:
         return sorted(each for each in hub.requests if NAME in each)

@@ -95,6 +95,7 @@ def assert_flat(before: Holdings, after: Holdings, num_requests: int) -> None:
     assert after.num_processes == before.num_processes
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("num_requests", "rate"),
@@ -170,6 +171,7 @@ async def answers_at(url: str, rate: float, seconds: float, most_waiting: list[i
             watching.cancel()
 
 
+@pytest.mark.slow
 def test_ten_times_more_than_it_can_carry(default_cache: Path) -> None:
     """Requests are served or refused, and those that need no queue are answered before those that pass through it."""
     max_running, max_waiting = 5, 12  # max_num_seqs and a quarter more

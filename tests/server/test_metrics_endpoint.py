@@ -36,6 +36,7 @@ def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSe
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_metrics_equal_the_counts_of_clients(server: RunningServer) -> None:
     client = server.openai()
     before = samples(server)

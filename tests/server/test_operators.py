@@ -140,6 +140,7 @@ def check_lines_of_statistics(server: RunningServer, caplog: pytest.LogCaptureFi
     assert all(other.__dict__["fields"]["prompt_tokens_per_s"] > 0 for other in others)
 
 
+@pytest.mark.slow
 def test_a_server_logs_json_alone(default_cache: Any) -> None:
     flags = ["--max-model-len", "1024", "--kv-cache-memory", "64MiB", "--log-format", "json", "--api-server-count", "2"]
     with serving(*flags) as server:
@@ -150,6 +151,7 @@ def test_a_server_logs_json_alone(default_cache: Any) -> None:
     assert any(line["logger"] == "moeserve.access" and line["path"] == "/v1/models" for line in lines)
 
 
+@pytest.mark.slow
 def test_a_server_can_be_silent(default_cache: Any) -> None:
     flags = ["--max-model-len", "1024", "--kv-cache-memory", "64MiB", "--log-level", "warning"]
     with serving(*flags) as server:

@@ -31,6 +31,7 @@ def replicas_in(text: str) -> set[str]:
     return set(re.findall(r'^moeserve_num_requests_running{engine="(\d+)"', text, re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_size_changes_while_the_server_answers(tmp_path: Path, num_processes: int) -> None:
     folder = str(save_tiny_model(tmp_path))
@@ -64,11 +65,13 @@ def test_the_size_changes_while_the_server_answers(tmp_path: Path, num_processes
         assert set(statuses) <= {200, 409}
 
 
+@pytest.mark.slow
 def test_the_endpoint_is_off_by_default(tmp_path: Path) -> None:
     with serving(str(save_tiny_model(tmp_path)), "--dtype=float32") as server:
         assert scale(server, 2)[0] == 404
 
 
+@pytest.mark.slow
 def test_all_processes_admit_requests_for_new_replicas(tmp_path: Path) -> None:
     """No request ends in this test, so a process admits others only because it has noticed the new number."""
     folder = save_tiny_model(tmp_path)

@@ -50,6 +50,7 @@ def check_all(server: RunningServer, num_cases: int) -> int:
     return num_sent
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_generated_requests(tiny_server: RunningServer) -> None:
     assert check_all(tiny_server, CASES) >= 2_000

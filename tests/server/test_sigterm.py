@@ -108,6 +108,7 @@ def check_nothing_is_left(server: ServerProcess, children: list[psutil.Process])
         socket.create_connection((host, int(port)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drain_timeout", "flags"),
     [(0, ()), (3, ()), (3, ("--api-server-count", "2"))],
@@ -127,6 +128,7 @@ def test_each_request_is_answered_or_ends_with_an_error(
     assert drain_timeout or ends["length"] < NUM_STREAMS
 
 
+@pytest.mark.slow_but("one process")
 @pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "several processes"])
 def test_running_requests_are_answered_in_full(checkpoint: Path, flags: tuple[str, ...]) -> None:
     with loaded_server(checkpoint, "--drain-timeout", "600", *flags, all_read=True) as (server, streams):
@@ -146,6 +148,7 @@ def ask_until_refused(server: ServerProcess) -> None:
         client.completions.create(**LONG).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "several processes"])
 def test_a_second_sigterm_ends_the_server_at_once(checkpoint: Path, flags: tuple[str, ...]) -> None:
     with loaded_server(checkpoint, "--drain-timeout", "300", *flags) as (server, streams):

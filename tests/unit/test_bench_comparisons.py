@@ -56,6 +56,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_throughput_from_end_to_end(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +224,7 @@ def test_arrivals_have_the_given_rate() -> None:
     assert sorted(arrivals) == arrivals
 
 
+@pytest.mark.slow
 def test_startup_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "startup.jsonl"
     startup.main(["--model", str(tiny), "--rounds", "1", "--threads", "1", "--json", str(results)])

@@ -200,6 +200,7 @@ def test_terms_of_exchanges_fit_deepep() -> None:
     assert error(latency, node_links, network) < 0.03
 
 
+@pytest.mark.slow
 def test_two_terms_fit_two_systems(ratio: Ratio, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fitted terms are the round values whose estimates come closest to the published figures."""
     for expert_imbalance in (1.26, 1.28):
@@ -210,6 +211,7 @@ def test_two_terms_fit_two_systems(ratio: Ratio, monkeypatch: pytest.MonkeyPatch
         assert abs(fitted - 1) < abs(ratio(EVEN_PROMPTS) - 1) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", HELD_OUT, ids=lambda system: system.name)
 def test_systems_that_were_not_fitted_are_predicted_within_a_tenth(system: System, ratio: Ratio) -> None:
     assert ratio(system) == pytest.approx(1, abs=0.1)

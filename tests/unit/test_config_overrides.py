@@ -83,6 +83,7 @@ def test_the_planner_and_inspect_read_the_changed_config(tmp_path: Path) -> None
     assert layout.stages[0].num_layers == 5
 
 
+@pytest.mark.slow
 def test_simulate_reads_the_changed_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = config_of("mixtral", is_of_hub=False)
     folder = write(tmp_path / "plain", values)

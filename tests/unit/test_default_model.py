@@ -97,6 +97,7 @@ def test_a_package_without_its_file_counts_as_missing(cache: Path, packages: Pat
         default_model(show_progress=False)
 
 
+@pytest.mark.slow
 def test_waiting_processes_build_one_model_if_the_first_one_dies(cache: Path, packages: Path) -> None:
     dying = start(
         packages,

@@ -100,6 +100,7 @@ def test_mixtral_by_hand(tmp_path: Path) -> None:
     assert prefill.step_s == pytest.approx(operations / 989e12 + 32 * exchange + head, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_latent_attention_in_fp8(tmp_path: Path) -> None:
     """DeepSeek-V3's checkpoint is fp8, so its matrices count a byte; a position of its cache has 576 values."""
     folder = folder_of(tmp_path, "DeepSeek-V3")
@@ -121,6 +122,7 @@ def test_latent_attention_in_fp8(tmp_path: Path) -> None:
     assert estimate(folder, 32, tp=2).weight_bytes < found.weight_bytes
 
 
+@pytest.mark.slow
 def test_gain_of_halves(tmp_path: Path) -> None:
     """The estimate compares both ways with and without overlap in the assumptions, and has the least tokens for it."""
     folder = folder_of(tmp_path, "DeepSeek-V3")
@@ -158,6 +160,7 @@ def test_windows_limit_the_positions_read(tmp_path: Path) -> None:
     assert shown["attention to 128 positions"].splitlines()[-1].startswith("    x 12 = ")
 
 
+@pytest.mark.slow
 def test_an_indexer_limits_the_positions_read(tmp_path: Path) -> None:
     """It reads a key of 128 values of all positions itself."""
     decode = estimate(folder_of(tmp_path, "GLM-5"), 64, decode_requests=16).decode

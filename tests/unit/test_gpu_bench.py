@@ -167,6 +167,7 @@ def test_each_fault_is_named_and_fails_one_item(program: tuple[str, ...]) -> Non
     assert [row["name"] for row in found if row.get("status") == "passed"] == ["after 1"]
 
 
+@pytest.mark.slow
 def test_items_that_do_not_begin_are_left_out(program: tuple[str, ...]) -> None:
     found: list[dict[str, Any]] = []
     run_part(Part("checks", "cases", 5, item_seconds=60), 8.0, JOB, found.append, program)
@@ -264,6 +265,7 @@ def test_second_stage_repeats_failures_and_measurements(runs: Runs, capsys: pyte
     assert (start["kind"], start["environment"]["gpu"]) == ("start", runs.environment["gpu"])
 
 
+@pytest.mark.slow
 def test_run_that_is_killed_at_any_moment_is_continued(tmp_path: Path) -> None:
     """Runs are killed after some lines of output, and their last line is cut off. The last run completes the items."""
     path, draw, before = tmp_path / "gpu.jsonl", random.Random(1), []
@@ -312,6 +314,7 @@ def test_page_names_the_largest_terms_and_the_last_results() -> None:
     assert not any("prefill" in line for line in lines), "a row of an earlier run of this item"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
 def test_throughput_of_a_tiny_model_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle time of a step is the rest of its time without the profiler."""

@@ -68,6 +68,7 @@ def metadata(pure_wheel: Path) -> email.message.Message:
     return email.parser.Parser().parsestr(text)
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_every_tracked_file(distributions: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone of the repository")
@@ -159,6 +160,7 @@ def test_torch_is_the_only_large_package_that_is_required(metadata: email.messag
     assert {canonicalize_name(requirement.name) for requirement in requirements} == REQUIRED
 
 
+@pytest.mark.slow
 def test_make_takes_no_build_without_kernels_where_there_is_a_compiler(tmp_path: Path) -> None:
     built = build(tmp_path, MOESERVE_REQUIRE_KERNELS="1")
     assert built.returncode != 0

@@ -90,6 +90,7 @@ def test_peer_that_died_raises_with_the_end_of_its_log(process: Peer, tmp_path: 
         process.request("load")
 
 
+@pytest.mark.slow
 def test_missing_checkpoint_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(PeerError, match="cannot load"):

@@ -82,6 +82,7 @@ def config_of(num_replicas: int) -> EngineConfig:
 IN_USE = [True, False, True, True]  # whether each bundle is free: Ray does not list what is used up
 
 
+@pytest.mark.slow
 def test_bundles_in_use_are_not_given_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another actor has one of the 4 bundles of an adopted group, until it ends."""
 

@@ -130,6 +130,7 @@ def test_text_becomes_the_tokens_of_the_published_tokenizer(family: Published, t
         assert token_ids == family.first_ids + family.reference.encode(written).ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pre"),
     [

@@ -31,6 +31,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     patch_waits(monkeypatch)
 
 
+@pytest.mark.slow_but("one request")
 @pytest.mark.parametrize(
     "plot",
     [
@@ -180,6 +181,7 @@ class FailsQuietly(Scaling):
 LOST_WAKE_UP = "nothing can happen|only the time limit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "plot", "violation"),
     [

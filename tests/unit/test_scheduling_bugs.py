@@ -399,6 +399,7 @@ BUGS_OF_TRANSFERS: Sequence[type[Scheduler]] = [
 FOUND = (AssertionError, LookupError, StopIteration, RankStateError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.__name__ for bug in BUGS])
 def test_planted_bug_is_found(bug: type[Scheduler]) -> None:
     machine = type("Machine", (SchedulerMachine,), {"scheduler_class": bug})

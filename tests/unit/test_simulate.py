@@ -299,6 +299,7 @@ class TestCommand:
         assert mentioned in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_320_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"] | {"num_hidden_layers": 5}))
     arguments = ["--nodes", "40", "--hardware", "h800", "--num-redundant-experts", "64"]

@@ -347,6 +347,7 @@ class TestCommand:
         assert mentioned in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_320_ranks_in_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"] | {"num_hidden_layers": 5}))
     pools = ["--prefill-nodes", "4,4,4,4", "--decode-nodes", "24", "--hardware", "h800"]

@@ -464,6 +464,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(folder / "lower.gguf", [torch.tensor([tokenizer.encode(prompt).ids]) for prompt in PROMPTS], model)
 
 
+@pytest.mark.slow
 def test_trained_weights_give_the_logits_of_transformers(trained: Trained, tmp_path: Path) -> None:
     assert trained.model.config.num_hidden_layers == NUM_TRAINED_LAYERS
     upcycle(trained.path, tmp_path / "moe", mode="split", num_experts=2, show_progress=False)
