@@ -207,6 +207,17 @@ def ernie_vl(*parts: dict[str, Any], theta: float, sections: list[int], **settin
     return shape("Ernie4_5_VLMoe", *parts, rotary, beside_text=beside, **settings)
 
 
+def minimax_m3(*parts: dict[str, Any], blocks: tuple[int, int, int, int, int], **settings: Any) -> Shape:
+    """Return a shape of MiniMax-M3.
+
+    Args:
+        blocks: heads and size of the indexer, positions in a block, chosen blocks, and local ones.
+    """
+    names = ("n_heads", "head_dim", "block_size", "topk_blocks", "local_blocks")
+    indexer = {f"index_{name}": value for name, value in zip(names, blocks, strict=True)}
+    return shape("MiniMaxM3VLText", *parts, indexer, **settings)
+
+
 def gemma_experts(num: int, top_k: int, width: int) -> dict[str, Any]:
     return dict(
         enable_moe_block=True,
@@ -243,6 +254,7 @@ GRANITE_MULTIPLIERS: dict[str, Any] = dict(
     embedding_multiplier=0.5, residual_multiplier=0.45, attention_multiplier=0.2, logits_scaling=2.0
 )
 FULL, SLIDING, LINEAR, INDEXED = "full_attention", "sliding_attention", "linear_attention", "indexed_attention"
+SPARSE = "minimax_m3_sparse"
 DEEPSEEK_YARN: dict[str, Any] = dict(factor=40, beta_fast=32, beta_slow=1)
 
 SHAPES = {
@@ -994,6 +1006,49 @@ SHAPES |= {
         rms_norm_eps=0.01,
         initializer_range=0.2,
         seed=1,
+    ),
+    # more heads of the indexer than key-value heads; all pieces of a block of the cache are in one block of the indexer
+    "minimax-m3": minimax_m3(
+        sizes(hidden=40, layers=4),
+        heads(8, 2, 12),
+        local_experts(6, 3),
+        rope(rope_theta=5e3, partial_rotary_factor=0.5),
+        blocks=(4, 10, 8, 3, 1),
+        layer_types=[FULL, SPARSE, SPARSE, SPARSE],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        intermediate_size=17,
+        dense_intermediate_size=23,
+        shared_intermediate_size=19,
+        routed_scaling_factor=1.5,
+        swiglu_limit=2.0,
+        seed=4,
+    ),
+    # several key-value heads for each of the indexer's; no local blocks, whose size has no factor with the cache's
+    "minimax-m3-odd": minimax_m3(
+        sizes(hidden=33, layers=2, vocab=127),
+        heads(6, 6, 10),
+        local_experts(7, 2),
+        rope(),
+        blocks=(3, 14, 5, 4, 0),
+        layer_types=[SPARSE, FULL],
+        intermediate_size=15,
+        dense_intermediate_size=15,
+        shared_intermediate_size=14,
+        rms_norm_eps=0.01,
+        tie_word_embeddings=True,
+        seed=2,
+    ),
+    "minimax-m3-local": minimax_m3(
+        sizes(hidden=36, layers=2),
+        heads(4, 2, 8),
+        local_experts(5, 2),
+        rope(partial_rotary_factor=0.75),
+        blocks=(2, 6, 6, 4, 3),
+        layer_types=[SPARSE, SPARSE],
+        intermediate_size=15,
+        dense_intermediate_size=15,
+        shared_intermediate_size=13,
+        seed=3,
     ),
     "ernie-vl": ernie_vl(
         sizes(hidden=40, layers=3),
@@ -1784,7 +1839,8 @@ class Reference:
         def chosen(indices: torch.Tensor) -> torch.Tensor:
             none = len(seen)  # the column of choices of -1
             columns = indices[0].long().where(indices[0] >= 0, none)
-            return torch.zeros(none, none + 1, dtype=torch.bool).scatter(1, columns, True)[:, :none] & seen
+            flags = torch.zeros(*columns.shape[:-1], none + 1, dtype=torch.bool)  # of blocks, for each head: MiniMax-M3
+            return flags.scatter(-1, columns, True)[..., :none] & seen
 
         for indexer, given, named, indices in called:
             # Without the cache, which would get the keys a second time.

@@ -87,6 +87,8 @@ struct TileKernels {
   void (*add_in_place)(const Tile& tile, int value_size, int64_t values_stride);
   // Add each query's positive scores, times the query's weight, to the sums of the positions. Keys are packed.
   void (*add_positive)(const Tile& tile, int head_size, const float* weights, float* sums);
+  // Write the products of queries and packed keys to the tile's scores, without a factor.
+  void (*score)(const Tile& tile, int head_size);
 };
 
 // The kernels of one instruction set for one element type, and the layout of their operands. A word has 32 bits.

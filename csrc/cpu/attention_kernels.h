@@ -437,6 +437,10 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
     TARGET static void add_positive(const Tile& tile, int head_size, const float* weights, float* sums) {           \
       moeserve::for_vectors<L>(tile, head_size, PositiveSums<L, kRows>{weights, sums});                             \
     }                                                                                                               \
+    template <int kRows>                                                                                            \
+    TARGET static void score(const Tile& tile, int head_size) {                                                     \
+      moeserve::score_packed<L, kRows>(tile, head_size);                                                            \
+    }                                                                                                               \
     TARGET static void merge(const States& merged, const States& next, int num_queries, int64_t values_stride) {    \
       moeserve::merge<Products::W>(merged, next, num_queries, values_stride);                                       \
     }                                                                                                               \
@@ -449,7 +453,8 @@ constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tile
                                               add_packed<kRows>,                                                    \
                                               weigh_in_place<kRows>,                                                \
                                               add_in_place<kRows>,                                                  \
-                                              add_positive<kRows>};                                                 \
+                                              add_positive<kRows>,                                                  \
+                                              score<kRows>};                                                        \
     static constexpr TileKernels tiles[] = {tile_kernels<6>, tile_kernels<4>, tile_kernels<2>, tile_kernels<1>};    \
     static constexpr BlockKernels without_tiles{Products::W,                                                        \
                                                 Products::kVectors,                                                 \

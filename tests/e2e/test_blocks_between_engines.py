@@ -80,6 +80,7 @@ def test_another_engine_continues(
         ("lfm2-moe", ("1", "tp 2"), 4),
         ("gpt-oss", ("1", "pp 2"), NUM_BLOCKS),
         ("deepseek-v4", ("tp 2", "1"), NUM_BLOCKS),
+        ("minimax-m3", ("1", "tp 2"), NUM_BLOCKS),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -77,7 +77,7 @@ def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     "name",
     [
         *("mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "glm5", "qwen2-moe", "qwen3-moe", "gpt-oss"),
-        *("phimoe", "jamba", "cohere2-moe", "laguna-odd", "beam"),
+        *("phimoe", "jamba", "cohere2-moe", "laguna-odd", "minimax-m3", "beam"),
         "minimax",
         "jetmoe",
         "glm5-next",

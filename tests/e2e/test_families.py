@@ -31,10 +31,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CACHE = "8MiB"
 
 # One shape of each kind of mixer: windows, latent attention, that to chosen positions, sinks, recurrent states, short
-# convolutions, compressed entries, narrow values, selective scans, lightning attention,
-# experts of attention.
+# convolutions, compressed entries, narrow values, selective scans, lightning attention, experts of attention, chosen
+# blocks.
 ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "glm5", "gpt-oss", "qwen3-next", "lfm2-moe", "deepseek-v4"]
-ATTENTION_KINDS += ["mimo-v2-flash", "nemotron-h", "jamba", "minimax", "jetmoe"]
+ATTENTION_KINDS += ["mimo-v2-flash", "nemotron-h", "jamba", "minimax", "jetmoe", "minimax-m3"]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

@@ -279,6 +279,7 @@ OWN_FORMS = [
     "mimo-v2-flash",
     "minimax",
     "minimax-m2",
+    "minimax-m3",
     "mistral-large4",
     "mistral-large4-shared",
     "mistral4-images",

@@ -80,9 +80,13 @@ struct Amx {
     score_with_tiles<Common::L>(tile, head_size);
     add_weighted<Common::L>(tile, weights, sums);
   }
+  MOESERVE_TARGET_AVX512_BF16 static void score(const Tile& tile, int head_size) {
+    score_with_tiles<Common::L>(tile, head_size);
+  }
   static void configure() { TileSizes(kAmxRows, kAmxInputs).use(); }
 
-  static constexpr TileKernels tiles[] = {{kAmxRows, weigh_packed, add_packed, weigh_in_place, nullptr, add_positive}};
+  static constexpr TileKernels tiles[] = {
+      {kAmxRows, weigh_packed, add_packed, weigh_in_place, nullptr, add_positive, score}};
   static constexpr BlockKernels make() {
     BlockKernels kernels = with_tiles(Common::without_tiles, tiles);
     kernels.configure = configure;

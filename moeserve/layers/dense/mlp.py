@@ -53,10 +53,14 @@ class MLP(nn.Module):
         Args:
             width: inner values of all shares together.
         """
-        num_parts = self.gate_up.open.num_parts
+        num_parts, share = self.gate_up.open.num_parts, self.width
         inner = self.gate_up.open.weight_eOI[0].chunk(num_parts)
-        for name, memory in zip(("gate_proj", "up_proj")[-num_parts:], inner, strict=True):
-            yield at(f"{name}.weight"), some_rows(memory, self.width, width, self.gate_up)
+        for part, (name, memory) in enumerate(zip(("gate_proj", "up_proj")[-num_parts:], inner, strict=True)):
+            if at.has("gate_up_proj.weight"):  # gates before ups
+                own = slice(part * width + share.start, part * width + share.stop)
+                yield at("gate_up_proj.weight"), some_rows(memory, own, num_parts * width, self.gate_up)
+            else:
+                yield at(f"{name}.weight"), some_rows(memory, share, width, self.gate_up)
         yield at("down_proj.weight"), some_columns(self.down.weight, self.width, width, self.down.weights)
 
     def forward(self, hidden_TD: Rows) -> Tensor:

@@ -158,20 +158,18 @@ class Attention(OverTP):
             limits=QuantizationLimits(cuts=(self.heads.start * config.value_size,)),
             chunks=share.chunks,
         )
-        self.backend = attention.make(
-            context.backend,
-            AttentionShape(
-                num_heads=num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_size=config.head_dim,
-                value_size=config.value_dim,
-                dtype=context.dtype,
-                scale=config.head_dim**-0.5 if config.scale is None else config.scale,
-                whole_group_size=config.num_heads // config.num_kv_heads,
-                window=config.window,
-                has_sinks=config.has_sinks,
-            ),
+        self.shape = AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=config.head_dim,
+            value_size=config.value_dim,
+            dtype=context.dtype,
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            whole_group_size=config.num_heads // config.num_kv_heads,
+            window=config.window,
+            has_sinks=config.has_sinks,
         )
+        self.backend = attention.make(context.backend, self.shape)
         self.value_rotary = config.value_rotary
         self._apply_rope = rows.make(context.backend).apply_rope
 
@@ -236,7 +234,17 @@ class Attention(OverTP):
         yield from self.output.summed_rows(at.under("o_proj"), outputs, num_outputs, has_bias=config.has_output_bias)
 
     def partial_sum(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
-        step, rotations = run.step, run.rotations
+        query_TNH, projected = self.write(hidden_TD, run, cache)
+        attended_TX = self.backend.attend(query_TNH, cache, run.step.of_group(cache.group), self.sinks).flatten(1)
+        if self.head_gates is not None:
+            gates = self.head_gates(self.head_gates.weights.input_of(hidden_TD))
+            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
+            attended_TX = self._gate_rows(gates, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)
+        return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
+
+    def write(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Write keys and values to the cache. Return the queries [T, N, H], and all that is projected."""
+        step, rotations = run.step.of_group(cache.group), run.rotations
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
         num_tokens, head_dim = len(hidden_TD), self.config.head_dim
         query_TNH = projected[0].view(num_tokens, self.num_heads, head_dim)
@@ -257,14 +265,7 @@ class Attention(OverTP):
             query_TNH, key_TGH, value_TGV = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGV))
         if self.value_rotary is not None:
             value_TGV = self._apply_rope(value_TGV, rotations[self.value_rotary])
-        step = step.of_group(cache.group)
-        query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step)
-        attended_TX = self.backend.attend(query_TNH, cache, step, self.sinks).flatten(1)
-        if self.head_gates is not None:
-            gates = self.head_gates(self.head_gates.weights.input_of(hidden_TD))
-            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
-            attended_TX = self._gate_rows(gates, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)
-        return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
+        return self.backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step), projected
 
 
 def key_value_items(config: AttentionConfig, kv_heads: slice, context: ModelContext) -> tuple[CacheItems, ...]:

@@ -11,7 +11,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.dense.mlp import MLP
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
-from moeserve.layers.rows import At, Row, whole
+from moeserve.layers.rows import At, Row
 from moeserve.ops import rows
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows, plain_rows
@@ -41,12 +41,7 @@ class SharedExperts(nn.Module):
         Args:
             at: the place of the layer's experts.
         """
-        own, mlp = at.under("shared_experts"), self.mlp
-        if own.has("gate_up_proj.weight"):  # fused gate and up (Granite)
-            yield own("gate_up_proj.weight"), whole(mlp.gate_up.open.weight_eOI[0], mlp.gate_up)
-            yield from mlp.down.rows(own.under("down_proj"))
-        else:
-            yield from mlp.rows(own, mlp.width.stop)
+        yield from self.mlp.rows(at.under("shared_experts"), self.mlp.width.stop)
         if self.gate is not None:
             yield from self.gate.rows(at.under("shared_expert_gate"))
 
