@@ -155,7 +155,7 @@ class BlockSparse(OverTP):
         """The items of attention, with the indexer's keys, of which every tp rank has all."""
         (pairs,) = self.attention.cache_items
         index_bytes = self.context.block_size * self.config.index_size * self.context.dtype.itemsize
-        whole = CacheDivision(0, (range(1),))
+        whole = CacheDivision(0, ())
         return (CacheItems(pairs.rule, pairs.num_bytes + index_bytes, (*pairs.divisions, whole)),)
 
     def make_cache(self, places: Places) -> BlockSparseCache:

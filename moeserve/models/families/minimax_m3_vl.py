@@ -9,13 +9,7 @@ from moeserve.layers.moe.layer import MoEConfig
 from moeserve.layers.moe.shared import SharedExpertsConfig
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import BLOCK_SPARSE, Family, inside_other_model
-from moeserve.models.fields import (
-    read_attention,
-    read_listed_dense,
-    read_model,
-    read_router_without_groups,
-    read_width,
-)
+from moeserve.models.fields import read_attention, read_listed_dense, read_model, read_router_without_groups, read_width
 from moeserve.models.model_config import Layer, ModelConfig
 from moeserve.ops.rows.activations import ClampedSwiGLU
 
@@ -70,9 +64,7 @@ def _read_sparse(config: ConfigValues, attention: AttentionConfig) -> BlockSpars
     num_heads = config.integer("index_n_heads", high=2**14)
     few, many = sorted((num_heads, attention.num_kv_heads))
     if many % few or attention.num_heads % num_heads:
-        raise config.wrong(
-            "index_n_heads", "must divide num_attention_heads, and be a divisor or multiple of num_key_value_heads"
-        )
+        raise config.wrong("index_n_heads", "must divide the heads, and be a divisor or multiple of key-value heads")
     top_k = config.integer("index_topk_blocks")
     return BlockSparseConfig(
         attention=attention,
