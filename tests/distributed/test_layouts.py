@@ -76,6 +76,7 @@ NEWER = (
     "flint",
     "granite-swa",
     "afmoe",
+    "axk2",
     "flex-olmo",
     "kolibri1",
     "laguna",

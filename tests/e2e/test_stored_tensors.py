@@ -237,6 +237,7 @@ OWN_FORMS = [
     "cohere2-moe",
     "afmoe",
     "axk1",
+    "axk2",
     "beam",
     "dbrx",
     "deepseek-ocr2",

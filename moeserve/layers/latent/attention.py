@@ -37,7 +37,7 @@ from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
-from moeserve.ops import latent_attention, products, rows
+from moeserve.ops import latent_attention, pairs, products, rows
 from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.rows.interface import Rows, plain_rows
 from moeserve.step_inputs import StepInputs
@@ -69,6 +69,9 @@ class LatentAttentionConfig(NetworkConfig):
     latent_factor: float = 1.0  # multiplies the normalised latent vectors (LongCat-Flash)
     has_bias: bool = False  # of the compressing projections and of the output
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
+    # Queries are projected from compressed ones before and after the norm, with a gate of each value behind the queries
+    # of its head. Outputs are multiplied by the sigmoids of the gates (A.X K2).
+    has_query_gate: bool = False
     top_k: int | None = None  # maximum number of positions that a token attends to; None: all
     indexer: IndexerConfig | None = None  # selects them; None with `top_k`: reuse the selection of the previous layer
 
@@ -137,6 +140,11 @@ class LatentAttentionConfig(NetworkConfig):
         return self.key_dim + self.rotary_dim
 
     @property
+    def projected_dim(self) -> int:
+        """The number of values for each head in the projection of queries."""
+        return self.query_dim + self.value_dim * self.has_query_gate
+
+    @property
     def cached_size(self) -> int:
         """The size of a token's vector in the cache."""
         return self.latent_size + self.rotary_dim
@@ -190,9 +198,9 @@ class LatentAttention(OverTP):
         self.context = context
         self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
         self.num_heads = num_heads = int(self.heads.stop - self.heads.start)
-        query_size = num_heads * config.query_dim
+        query_size = num_heads * config.projected_dim
         # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
-        query_limits = QuantizationLimits(8, (self.heads.start * config.query_dim,))
+        query_limits = QuantizationLimits(8, (self.heads.start * config.projected_dim,))
         self.query: Linear | CompressedQuery
         if config.query_rank is None:
             self.query = Linear(hidden_size, query_size, context, limits=query_limits)
@@ -262,7 +270,8 @@ class LatentAttention(OverTP):
         yield at("kv_a_layernorm.weight"), whole(self.latent_norm.weight, factor=config.latent_factor)
         yield from self.compress.rows(at.under("kv_a_proj_with_mqa"))
         yield from self.head_maps.rows(at("kv_b_proj.weight"), config, heads)
-        query_rows, num_query_rows = rows_of_heads(heads, config.query_dim), config.num_heads * config.query_dim
+        size = config.projected_dim
+        query_rows, num_query_rows = rows_of_heads(heads, size), config.num_heads * size
         if isinstance(self.query, CompressedQuery):
             yield from self.query.down.rows(at.under("q_a_proj"))
             yield at("q_a_layernorm.weight"), whole(self.query.norm.weight)
@@ -290,9 +299,12 @@ class LatentAttention(OverTP):
         given_TD = hidden_TD
         if self._quantize is not None:  # once for both projections, if the norm has not
             hidden_TD = self._quantize(hidden_TD)
-        compressed_TI = self.query.compress(hidden_TD) if isinstance(self.query, CompressedQuery) else hidden_TD
-        up = self.query.up if isinstance(self.query, CompressedQuery) else self.query
-        query_TNQ = up(compressed_TI).view(len(hidden_TD), self.num_heads, config.query_dim)
+        if isinstance(self.query, CompressedQuery):
+            compressed_TI, query_TX = self.query(hidden_TD)
+        else:
+            compressed_TI, query_TX = hidden_TD, self.query(hidden_TD)
+        query_TNX = query_TX.view(len(hidden_TD), self.num_heads, config.projected_dim)
+        query_TNQ = query_TNX[..., : config.query_dim]
         if config.temperature is not None:
             query_TNQ = self._apply_rope(query_TNQ, rotations[config.temperature])
         if self.learned_temperature is not None:
@@ -329,6 +341,9 @@ class LatentAttention(OverTP):
         if self.head_gates is not None:
             gates_P1 = self.head_gates(plain_rows(given_TD)).view(-1, 1)  # P pairs of token and head
             attended_TNV = self._gate_rows(gates_P1, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
+        if config.has_query_gate:
+            gates_PV = query_TNX.flatten(0, 1)[:, config.query_dim :]
+            attended_TNV = self._gate_rows(gates_PV, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
         return self.output(attended_TNV.flatten(1))
 
     def _sees_all(self, step: StepInputs) -> bool:
@@ -407,7 +422,7 @@ class HeadMaps(nn.Module):
 
 
 class CompressedQuery(nn.Module):
-    """Queries through a narrow layer: up(norm(down(x)))"""
+    """Queries through a narrow layer: up(norm(down(x))), or with gates up(norm(down(x)), down(x))"""
 
     def __init__(
         self,
@@ -422,12 +437,15 @@ class CompressedQuery(nn.Module):
         self.down = Linear(
             hidden_size, config.query_rank, context, has_bias=config.has_bias, limits=QuantizationLimits(8)
         )
-        up = Linear(config.query_rank, query_size, context, limits=limits)
-        form: RowsForm = "float8" if up.weights.is_in_blocks else "plain"
+        self.reads_both = config.has_query_gate
+        up = Linear(config.query_rank * (1 + self.reads_both), query_size, context, limits=limits)
+        form: RowsForm = "float8" if up.weights.is_in_blocks and not self.reads_both else "plain"
         self.norm = RMSNorm(config.query_rank, config.query_norm_epsilon, context, form)
         self.up = up
+        self._join = pairs.make(context.backend).join
 
-    def compress(self, hidden_TD: Rows) -> Rows:
-        """Return the inputs of `up`."""
-        _, normed_TI = self.norm.after_adding(None, self.down(hidden_TD))
-        return normed_TI
+    def forward(self, hidden_TD: Rows) -> tuple[Rows, Tensor]:
+        """Return the normalised compressed queries, and the queries."""
+        down_TI = self.down(hidden_TD)
+        _, normed_TI = self.norm.after_adding(None, down_TI)
+        return normed_TI, self.up(self._join(normed_TI, down_TI) if self.reads_both else normed_TI)

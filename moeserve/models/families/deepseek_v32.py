@@ -62,18 +62,13 @@ def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
     config.require("rope_interleave", True)
-    attention = read_latent_attention(config, is_interleaved=True)
-    if attention.query_rank is None:
-        raise config.wrong("q_lora_rank", "must be set: the indexer reads compressed queries")
-    indexer = _read_indexer(config, attention, is_interleaved=is_interleaved)
+    of_layer = read_sparse_attention(config, indexer_is_interleaved=is_interleaved)
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(
         router=read_corrected_router(config),
         expert_width=expert_width,
         shared=read_shared_experts(config, expert_width),
     )
-    attention = dataclasses.replace(attention, top_k=config.integer("index_topk", high=2**20))
-    of_layer = {True: dataclasses.replace(attention, indexer=indexer), False: attention}
     layers = [
         Layer.of(of_layer[has], feed_forward)
         for has, feed_forward in zip(has_indexer, read_listed_dense(config, moe), strict=True)
@@ -83,15 +78,23 @@ def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool
     return with_draft_layer(read_model(config, layers), draft_layer)
 
 
-def _read_indexer(config: ConfigValues, attention: LatentAttentionConfig, *, is_interleaved: bool) -> IndexerConfig:
+def read_sparse_attention(
+    config: ConfigValues, *, is_interleaved: bool = True, indexer_is_interleaved: bool
+) -> dict[bool, LatentAttentionConfig]:
+    """Return the attention of layers with an indexer (True), and of those that reuse an earlier layer's selection."""
+    attention = read_latent_attention(config, is_interleaved=is_interleaved)
+    if attention.query_rank is None:
+        raise config.wrong("q_lora_rank", "must be set: the indexer reads compressed queries")
     key_dim = config.integer("index_head_dim", high=2**14)
     if key_dim < attention.rotary_dim:
         raise config.wrong("index_head_dim", f"is less than qk_rope_head_dim={attention.rotary_dim}")
-    return IndexerConfig(
+    indexer = IndexerConfig(
         num_heads=config.integer("index_n_heads", high=2**14),
         key_dim=key_dim,
-        rotary=dataclasses.replace(attention.rotary, is_interleaved=is_interleaved),
+        rotary=dataclasses.replace(attention.rotary, is_interleaved=indexer_is_interleaved),
     )
+    attention = dataclasses.replace(attention, top_k=config.integer("index_topk", high=2**20))
+    return {True: dataclasses.replace(attention, indexer=indexer), False: attention}
 
 
 DEEPSEEK_V32 = Family(
