@@ -133,13 +133,13 @@ void check_streams(const Tensor& streams, int64_t num_streams) {
 
 void collapse(const Tensor& streams, const Tensor& map, const Tensor& base, const Tensor& scales,
               const Tensor& coefficients, const Tensor& out, int64_t num_streams, int64_t num_iterations,
-              double epsilon, double norm_epsilon) {
+              double epsilon, double norm_epsilon, double output_factor, double output_epsilon) {
   check_streams(streams, num_streams);
   const int64_t num_tokens = streams.size(0), size = streams.size(1);
   check_dims("scales", scales, 1);
-  const bool is_last = scales.size(0) == 1;
-  const int64_t num_coefficients = is_last ? num_streams : num_streams * (2 + num_streams);
-  check_array("scales", scales, {is_last ? 1 : 3}, ElementType::kFloat32, "float32");
+  const int64_t num_kinds = std::min<int64_t>(scales.size(0), 3);
+  const int64_t num_coefficients = num_streams * (num_kinds == 3 ? 2 + num_streams : num_kinds);
+  check_array("scales", scales, {num_kinds}, ElementType::kFloat32, "float32");
   check_array("map", map, {num_coefficients, size}, ElementType::kFloat32, "float32");
   check_array("base", base, {num_coefficients}, ElementType::kFloat32, "float32");
   check_array("coefficients", coefficients, {num_tokens, num_coefficients}, ElementType::kFloat32, "float32");
@@ -160,6 +160,8 @@ void collapse(const Tensor& streams, const Tensor& map, const Tensor& base, cons
   step.num_iterations = num_iterations;
   step.epsilon = static_cast<float>(epsilon);
   step.norm_epsilon = static_cast<float>(norm_epsilon);
+  step.output_factor = static_cast<float>(output_factor);
+  step.output_epsilon = static_cast<float>(output_epsilon);
   run_kernel([step] { collapse_streams(step); });
 }
 
@@ -168,8 +170,10 @@ void expand(const Tensor& streams, const Tensor& update, const Tensor& coefficie
   check_streams(streams, num_streams);
   const int64_t num_tokens = streams.size(0), width = streams.size(1) / num_streams;
   check_array("update", update, {num_tokens, width}, streams.type, "streams'");
-  check_array("coefficients", coefficients, {num_tokens, num_streams * (2 + num_streams)}, ElementType::kFloat32,
-              "float32");
+  check_dims("coefficients", coefficients, 2);
+  const bool has_matrix = coefficients.size(1) != 2 * num_streams;
+  const int64_t num_coefficients = num_streams * (has_matrix ? 2 + num_streams : 2);
+  check_array("coefficients", coefficients, {num_tokens, num_coefficients}, ElementType::kFloat32, "float32");
   check_array("out", out, {num_tokens, streams.size(1)}, streams.type, "streams'");
 
   StreamExpansion step{};
@@ -180,6 +184,7 @@ void expand(const Tensor& streams, const Tensor& update, const Tensor& coefficie
   step.out = out.data;
   step.num_tokens = num_tokens;
   step.num_streams = num_streams;
+  step.num_coefficients = num_coefficients;
   step.width = width;
   run_kernel([step] { expand_streams(step); });
 }
@@ -199,8 +204,8 @@ void bind_compressed_attention(nb::module_& module) {
              "num_blocks"_a, "block_size"_a, "num_window_blocks"_a, "entries_of_block"_a, "ratio"_a.none(), "window"_a,
              "Write the vectors that each row attends to.");
   module.def("collapse_streams", &collapse, "streams"_a, "map"_a, "base"_a, "scales"_a, "coefficients"_a, "out"_a,
-             nb::kw_only(), "num_streams"_a, "num_iterations"_a, "epsilon"_a, "norm_epsilon"_a,
-             "Write the coefficients of each token, and the weighted sum of its streams.");
+             nb::kw_only(), "num_streams"_a, "num_iterations"_a, "epsilon"_a, "norm_epsilon"_a, "output_factor"_a = 2.0,
+             "output_epsilon"_a = 0.0, "Write the coefficients of each token, and the weighted sum of its streams.");
   module.def("expand_streams", &expand, "streams"_a, "update"_a, "coefficients"_a, "out"_a, nb::kw_only(),
              "num_streams"_a, "Write the streams behind a network with these outputs.");
 }

@@ -1619,6 +1619,38 @@ SHAPES |= {
         tie_word_embeddings=True,
         seed=19,
     ),
+    # the third layer attends to the positions that the second chose
+    "hy-v4": shape(
+        "HYV4",
+        sizes(hidden=40, layers=3),
+        latent(4, query=18, kv=28, key=12, rotary=8, value=10),
+        indexed(13, 12, 11),
+        grouped_experts(12, 5, shared=1, width=19, groups=(1, 1), scale=2.5),
+        rope(rope_theta=100.0),
+        indexer_types=["full", "full", "shared"],
+        hc_mult=3,
+        swiglu_limit=0.5,
+        initializer_range=0.2,
+        rms_norm_eps=1e-3,
+        seed=2,
+    ),
+    # other numbers of streams and their weights, a dense network between experts
+    "hy-v4-odd": shape(
+        "HYV4",
+        sizes(hidden=33, layers=3, vocab=127),
+        latent(3, query=17, kv=19, key=8, rotary=10, value=13),
+        indexed(15, 11, 7),
+        grouped_experts(7, 3, shared=2, width=14, groups=(1, 1), scale=1.25),
+        rope(rope_theta=500.0),
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        hc_mult=2,
+        hc_magnitude=1.5,
+        hc_eps=0.01,
+        attention_bias=True,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        seed=4,
+    ),
     # the second and third layer attend to the positions that the first chose, the fifth to those of the fourth
     "glm5": shape(
         "GlmMoeDsa",
@@ -1940,6 +1972,8 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
                 tensor.normal_(1.0, 0.2)
             elif name.endswith(("sinks", ".D")) or (name.endswith("A_log") and tensor.dim() == 2):
                 tensor.normal_(0.0, 1.0)
+            elif name.endswith(("hc.scale", "hc_scale")) and model.config.model_type == "hy_v4":
+                tensor.normal_(0.5, 0.2)
             elif name.endswith(("bias", "hc.base", "hc_base", "index_kpool_compress_ape")):
                 tensor.normal_(0.0, 0.3)
             elif name.endswith("index_kpool_compress_gate"):

@@ -69,10 +69,10 @@ inline void finish_coefficients(const StreamCollapse& step, float factor, float*
     const int64_t kind = std::min<int64_t>(c / size, 2);
     const float x = coefficients[c] * factor * step.scales[kind] + step.base[c];
     if (kind == 0) coefficients[c] = sigmoid_of(x) + step.epsilon;
-    if (kind == 1) coefficients[c] = 2.0f * sigmoid_of(x);
+    if (kind == 1) coefficients[c] = step.output_factor * sigmoid_of(x) + step.output_epsilon;
     if (kind == 2) coefficients[c] = x;
   }
-  if (step.num_coefficients == size) return;
+  if (step.num_coefficients <= 2 * size) return;
   float* matrix = coefficients + 2 * size;
   for (int64_t j = 0; j < size; ++j) {
     float* row = matrix + j * size;
@@ -116,18 +116,20 @@ MOESERVE_INLINE void collapse_rows(const StreamCollapse& step, int64_t first, in
 template <int W, typename Element>
 MOESERVE_INLINE void expand_rows(const StreamExpansion& step, int64_t first, int64_t last) {
   const int64_t num_streams = step.num_streams, width = step.width;
+  const bool has_matrix = step.num_coefficients > 2 * num_streams;
   for (int64_t t = first; t < last; ++t) {
     const Element* streams = static_cast<const Element*>(step.streams) + t * num_streams * width;
     const Element* update = static_cast<const Element*>(step.update) + t * width;
     Element* out = static_cast<Element*>(step.out) + t * num_streams * width;
-    const float* after = step.coefficients + t * num_streams * (2 + num_streams) + num_streams;
+    const float* after = step.coefficients + t * step.num_coefficients + num_streams;
     const float* matrix = after + num_streams;
     for (int64_t d = 0; d < width; d += W) {
       const int64_t count = std::min<int64_t>(W, width - d);
       const Float<W> added = load_lanes<W>(update + d, count);
       for (int64_t k = 0; k < num_streams; ++k) {
         Float<W> sum = added * after[k];
-        for (int64_t j = 0; j < num_streams; ++j) {
+        if (!has_matrix) sum += load_lanes<W>(streams + k * width + d, count);
+        for (int64_t j = 0; has_matrix && j < num_streams; ++j) {
           sum += load_lanes<W>(streams + j * width + d, count) * matrix[j * num_streams + k];
         }
         store_lanes<W>(out + k * width + d, sum, count);

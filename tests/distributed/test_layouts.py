@@ -77,6 +77,7 @@ NEWER = (
     "granite-swa",
     "afmoe",
     "axk2",
+    "hy-v4",
     "flex-olmo",
     "kolibri1",
     "laguna",

@@ -268,6 +268,7 @@ OWN_FORMS = [
     "granite-shared",
     "hunyuan",
     "hy-v3",
+    "hy-v4",
     "jamba",
     "jetmoe",
     "kimi-k25",

@@ -78,8 +78,9 @@ def test_attention_to_all_positions_has_the_bytes_of_dense_attention(dtype: torc
     assert same_bytes(attention.attend_chosen(query_TNP, cache, chosen), attention.attend(query_TNP, cache, step))
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @DTYPES
-def test_attention_to_some_positions(dtype: torch.dtype, implementation: str) -> None:
+def test_attention_to_some_positions(dtype: torch.dtype, implementation: str, *, with_sinks: bool) -> None:
     backend = REFERENCE if implementation == "torch" else NATIVE
     lengths, shape = [(1, 150), (5, 5), (0, 0)], SHAPES["odd"]
     block_ids = scatter_blocks(lengths, shape.block_size, seed=4)
@@ -88,10 +89,15 @@ def test_attention_to_some_positions(dtype: torch.dtype, implementation: str) ->
     generator = torch.Generator().manual_seed(6)
     cache = torch.randn(len(case.key_cache), shape.block_size, 20, generator=generator).to(dtype)
     query_TNP = torch.randn(6, 3, 20, generator=generator).to(dtype)
-    attended = latent_attention_ops.make(backend, LatentShape(0.3, 17, 3)).attend_chosen(query_TNP, cache, chosen)
+    sinks_N = torch.randn(3, generator=generator) if with_sinks else None
+    operation = latent_attention_ops.make(backend, LatentShape(0.3, 17, 3))
+    attended = operation.attend_chosen(query_TNP, cache, chosen, sinks_N)
     for row, slots in enumerate(case.by_hand()):
         latent_CP = cache.flatten(0, 1)[slots].double()
-        weights = torch.softmax(0.3 * query_TNP[row].double() @ latent_CP.T, dim=-1)
+        scores = 0.3 * query_TNP[row].double() @ latent_CP.T
+        if sinks_N is not None:
+            scores = torch.cat([scores, sinks_N[:, None].double()], dim=1)
+        weights = torch.softmax(scores, dim=-1)[:, : len(slots)]
         # Weights and results in bfloat16 are rounded to 8 bits; values are below 4.
         tolerance = 1e-5 if dtype == torch.float32 else 4 * 2**-8
         torch.testing.assert_close(attended[row].double(), weights @ latent_CP[:, :17], rtol=tolerance, atol=tolerance)

@@ -16,7 +16,7 @@ OTHER_MODELS = {
 }
 NOT_SERVED = {
     *("doge", "dots3_note_text"),
-    *("hy_v4", "inkling2_text", "inkling_text"),
+    *("inkling2_text", "inkling_text"),
     *("muse_spark_text", "qwen4_exp_text", "unlimited_ocr_text", "zaya"),
 }
 

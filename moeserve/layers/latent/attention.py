@@ -39,7 +39,7 @@ from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops import latent_attention, pairs, products, rows
 from moeserve.ops.latent_attention.interface import LatentShape
-from moeserve.ops.rows.interface import Rows, plain_rows
+from moeserve.ops.rows.interface import Rows
 from moeserve.step_inputs import StepInputs
 
 # n some of them, K unrotated values of a head's key, S rotated ones, Q = K + S, L latent size, P = L + S, R rows of
@@ -69,6 +69,8 @@ class LatentAttentionConfig(NetworkConfig):
     latent_factor: float = 1.0  # multiplies the normalised latent vectors (LongCat-Flash)
     has_bias: bool = False  # of the compressing projections and of the output
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
+    gate_name: str | None = None  # a projection of as many sigmoids as the heads have values multiplies them (HY-V4)
+    has_sinks: bool = False  # a learned score per head that takes a share of the softmax (HY-V4)
     # Queries are projected from compressed ones before and after the norm, with a gate of each value behind the queries
     # of its head. Outputs are multiplied by the sigmoids of the gates (A.X K2).
     has_query_gate: bool = False
@@ -97,12 +99,13 @@ class LatentAttentionConfig(NetworkConfig):
     def needs(self) -> Needs:
         tokens_per_key = None if self.indexer is None else self.indexer.tokens_per_key
         is_pooled = tokens_per_key is not None
+        part = "an indexer of pooled keys" if is_pooled else None
         return Needs(
             block_multiple=tokens_per_key or 1,
             fits_float8_cache=False,
             redoes_drafts=is_pooled,
             reads_earlier_layer=self.shares_choice,
-            without_gpu_kernels="an indexer of pooled keys" if is_pooled else None,
+            without_gpu_kernels="attention sinks of latent attention" if self.has_sinks else part,
         )
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts:
@@ -223,6 +226,10 @@ class LatentAttention(OverTP):
         self.head_gates: Linear | None = None
         if config.has_head_gates:  # of few outputs, which tp ranks divide anywhere: never in blocks
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
+        elif config.gate_name is not None:
+            limits = QuantizationLimits(cuts=(self.heads.start * config.value_dim,))
+            self.head_gates = Linear(hidden_size, num_heads * config.value_dim, context, limits=limits)
+        self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
         row_operations = rows.make(context.backend)
         self._gate_rows = row_operations.gate_rows
         self.indexer: Indexer | None = None
@@ -238,7 +245,8 @@ class LatentAttention(OverTP):
         first = self.query.down if isinstance(self.query, CompressedQuery) else self.query
         self.reads_float8 = first.weights.is_in_blocks and self.compress.weights.is_in_blocks
         self._quantize = row_operations.quantize if self.reads_float8 else None
-        self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
+        is_absorbed = self.backend.takes_all_rows or config.has_sinks
+        self._attend = self._attend_absorbed if is_absorbed else self._attend_either_way
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
@@ -284,10 +292,15 @@ class LatentAttention(OverTP):
         if self.learned_temperature is not None:
             for name, memory_N in self.learned_temperature.memories:
                 yield at(f"ssmax_scaling.{name}"), some_rows(memory_N, heads, config.num_heads)
-        if self.head_gates is not None:
-            gates = self.head_gates
-            yield at("g_proj.weight"), some_rows(gates.weight, heads, config.num_heads, gates.weights)
         value_columns, num_value_columns = rows_of_heads(heads, config.value_dim), config.num_heads * config.value_dim
+        gates = self.head_gates
+        if gates is not None and config.has_head_gates:
+            yield at("g_proj.weight"), some_rows(gates.weight, heads, config.num_heads, gates.weights)
+        elif gates is not None:
+            name = f"{config.gate_name}.weight"
+            yield at(name), some_rows(gates.weight, value_columns, num_value_columns, gates.weights)
+        if self.sinks is not None:
+            yield at("sinks"), some_rows(self.sinks, heads, config.num_heads)
         yield from self.output.summed_rows(
             at.under("o_proj"), value_columns, num_value_columns, has_bias=config.has_bias
         )
@@ -337,10 +350,12 @@ class LatentAttention(OverTP):
             attended_TNV = self._attend(query_TNK, query_TNP, cache, step)
         else:
             self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : config.latent_size])
-            attended_TNV = self.head_maps.project(self.backend.attend_chosen(query_TNP, cache.latents, choice.entries))
+            attended_TNL = self.backend.attend_chosen(query_TNP, cache.latents, choice.entries, self.sinks)
+            attended_TNV = self.head_maps.project(attended_TNL)
         if self.head_gates is not None:
-            gates_P1 = self.head_gates(plain_rows(given_TD)).view(-1, 1)  # P pairs of token and head
-            attended_TNV = self._gate_rows(gates_P1, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
+            gates = self.head_gates(self.head_gates.weights.input_of(given_TD))
+            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
+            attended_TNV = self._gate_rows(gates, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
         if config.has_query_gate:
             gates_PV = query_TNX.flatten(0, 1)[:, config.query_dim :]
             attended_TNV = self._gate_rows(gates_PV, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
@@ -366,7 +381,7 @@ class LatentAttention(OverTP):
             query_TNP: ends with the rotated part of the queries; the beginning is written here.
         """
         self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : self.config.latent_size])
-        return self.head_maps.project(self.backend.attend(query_TNP, cache.latents, step, max_rows))
+        return self.head_maps.project(self.backend.attend(query_TNP, cache.latents, step, max_rows, self.sinks))
 
     def _attend_either_way(self, query_TNK: Tensor, query_TNP: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
         """Return [T, N, V], each chunk computed in the way that takes fewer multiplications."""

@@ -32,6 +32,8 @@ class IndexerConfig:
     num_heads: int
     key_dim: int
     rotary: RotaryConfig | None  # applied to the first elements of queries and keys; None: they are not rotated
+    rotates_last: bool = False  # it is applied to the last elements instead (HY-V4)
+    norm_epsilon: float = NORM_EPSILON  # of the norm of keys
     reads_hidden: bool = False  # queries are projected from normalised hidden states (Mistral Large 4)
     has_learned_temperature: bool = False  # of queries
     tokens_per_key: int | None = None  # whose keys are pooled to one (GLM-5.3); None: each token has a key
@@ -119,10 +121,17 @@ class Indexer(nn.Module):
         """Return the keys [T, H] to store, followed by the gates of pooling [T, 2 * H] if keys are pooled."""
         key_TX = self.key(self.key.weights.input_of(hidden_TD))
         key_TH = key_TX[:, : self.config.key_dim]
-        self._norm_in_place(key_TH, self.key_norm_weight, self.key_norm_bias, NORM_EPSILON)
-        if self.config.rotary is not None:
-            self._apply_rope(key_TH[:, None], rotations[self.config.rotary], key_TH[:, None])
+        self._norm_in_place(key_TH, self.key_norm_weight, self.key_norm_bias, self.config.norm_epsilon)
+        self._rotate(key_TH[:, None], rotations)
         return key_TX
+
+    def _rotate(self, heads_TNH: Tensor, rotations: Rotations) -> None:
+        """Apply the rotary embedding in place, if there is one."""
+        rotary = self.config.rotary
+        if rotary is None:
+            return
+        part = heads_TNH[..., self.config.key_dim - rotary.dim :] if self.config.rotates_last else heads_TNH
+        self._apply_rope(part, rotations[rotary], part)
 
     def choose(
         self, hidden_TD: Rows, query_TI: Rows, rotations: Rotations, key_cache: Tensor, step: StepInputs
@@ -141,7 +150,6 @@ class Indexer(nn.Module):
         query_TNH = rearrange(query_TX, "T (N H) -> T N H", H=self.config.key_dim)
         if self.learned_temperature is not None:
             query_TNH = self.learned_temperature(query_TNH, step.positions)
-        if self.config.rotary is not None:
-            query_TNH = self._apply_rope(query_TNH, rotations[self.config.rotary])
+        self._rotate(query_TNH, rotations)
         weights_TN = self.head_weights(plain_rows(hidden_TD))
         return self._choose(query_TNH, weights_TN, key_cache, step)

@@ -1,4 +1,4 @@
-"""Several residual streams, which hyper-connections mix around each network (DeepSeek-V4)."""
+"""Several residual streams, which hyper-connections read, write and perhaps mix around each network."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class HyperStreams(StreamsConfig):
 
     @property
     def needs(self) -> Needs:
-        return Needs(without_gpu_order="hyper-connections")
+        independent = None if self.num_iterations else "hyper-connections that do not mix streams"
+        return Needs(without_gpu_order="hyper-connections", without_gpu_kernels=independent)
 
     def place(
         self,
@@ -58,7 +59,7 @@ class HyperStreams(StreamsConfig):
         assert has_norm
         assert not is_normed
         assert not is_scaled
-        return HyperConnection(self, build, form)
+        return HyperConnection(self, build, form, num_kinds=self.num_kinds)
 
     def last(self, build: Build) -> StreamsPlace:
         return StreamsMean(self, build) if self.ends_in_mean else HyperConnection(self, build, num_kinds=1)
@@ -122,14 +123,14 @@ class StreamsMean(StreamsPlace):
 class HyperConnection(StreamsPlace):
     """The place of a network between streams."""
 
-    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm = "plain", *, num_kinds: int = 3) -> None:
+    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm = "plain", *, num_kinds: int) -> None:
         """
         Args:
-            num_kinds: 3 around a network; 1 for the last place, whose normalised streams are the model's output.
+            num_kinds: of coefficients. 1 for the last place, whose normalised streams are the model's output.
         """
         super().__init__(config, build, form)
         context, hidden_size = build.context, build.hidden_size
-        num_coefficients = config.num_coefficients if num_kinds == 3 else config.num_streams
+        num_coefficients = config.num_coefficients if num_kinds > 1 else config.num_streams
         wide = torch.float32
         self.map = context.parameter(num_coefficients, config.num_streams * hidden_size, dtype=wide)
         self.base = context.parameter(num_coefficients, dtype=wide)

@@ -16,7 +16,8 @@ def make(backend: Backend, shape: LatentShape) -> LatentAttentionBackend:
 def _triton(backend: Backend, shape: LatentShape) -> LatentAttentionBackend:
     from moeserve.ops.latent_attention.triton import TritonLatentAttention
 
-    return TritonLatentAttention(*shape, splits_contexts=not backend.is_batch_invariant)
+    assert shape.window is None, "these kernels have no windows"
+    return TritonLatentAttention(*shape[:3], splits_contexts=not backend.is_batch_invariant)
 
 
 def _flashinfer(backend: Backend, shape: LatentShape) -> LatentAttentionBackend:

@@ -152,7 +152,14 @@ class FlashInferLatentAttention:
         self.write = own.write
         self.attend_chosen = own.attend_chosen
 
-    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+    def attend(
+        self,
+        query_TNP: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         num_heads, vector_size = query_TNP.shape[1:]
         size, scale = self._shape.latent_size, self._shape.scale
         problem = LatentProblem(True, num_heads, size, vector_size - size, size, query_TNP.dtype, scale)
@@ -160,7 +167,7 @@ class FlashInferLatentAttention:
         most = step.max_rows_per_chunk if max_rows is None else max_rows
         if absorbed is not None and step.padding is None and absorbed.serves(step, most):
             return absorbed(query_TNP, cache, step, most)
-        return self._own.attend(query_TNP, cache, step, max_rows)
+        return self._own.attend(query_TNP, cache, step, max_rows, sinks_N)
 
     def attend_expanded(
         self,

@@ -18,6 +18,7 @@ class LatentShape(NamedTuple):
     scale: float  # factor of the products of queries and keys
     latent_size: int  # L
     whole_num_heads: int  # query heads of all tp ranks; the order of sums depends on it
+    window: int | None = None  # maximum number of positions that a row attends to; None: all
 
 
 class ExpandLatents(Protocol):
@@ -45,11 +46,19 @@ class LatentAttentionBackend(Protocol):
         """Store each token's vector at `step.cache_slots`. A token with slot -1 is not stored."""
         ...
 
-    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+    def attend(
+        self,
+        query_TNP: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
         Args:
             max_rows: chunks with more rows get zeros. Must be None if `takes_all_rows`.
+            sinks_N: float32, an additional score of each query head that has no value, or None.
 
         Returns:
             [T, N, L] in the dtype of the queries: the values weighted by the softmax of the scaled scores. Rows outside
@@ -57,7 +66,9 @@ class LatentAttentionBackend(Protocol):
         """
         ...
 
-    def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
+    def attend_chosen(
+        self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries, sinks_N: Tensor | None = None
+    ) -> Tensor:
         """Attend from each row to the vectors at its slots.
 
         Returns:

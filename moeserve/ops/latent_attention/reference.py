@@ -19,19 +19,27 @@ class TorchLatentAttention:
 
     takes_all_rows = False
 
-    def __init__(self, scale: float, latent_size: int, whole_num_heads: int) -> None:
+    def __init__(self, scale: float, latent_size: int, whole_num_heads: int, window: int | None = None) -> None:
         """
         Args:
             whole_num_heads: query heads of all tp ranks. Unused, because torch decides the order of sums.
         """
         self.scale = scale
         self.latent_size = latent_size
+        self.window = window
 
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         kept = step.cache_slots >= 0
         cache.flatten(0, 1)[step.cache_slots[kept]] = latent_TP[kept]
 
-    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+    def attend(
+        self,
+        query_TNP: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         num_heads = query_TNP.shape[1]
         out_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self.latent_size)
         for span, block_ids_B in zip(step.spans, step.block_table, strict=True):
@@ -48,12 +56,15 @@ class TorchLatentAttention:
                 latent_CP[:, : self.latent_size],
                 position_R.repeat_interleave(num_heads),
                 scale=self.scale,
-                window=None,
+                window=self.window,
+                sinks_Q=None if sinks_N is None else sinks_N.repeat(num_rows),
             )
             out_TNL[rows] = attended_QL.unflatten(0, (num_rows, num_heads)).to(query_TNP.dtype)
         return out_TNL
 
-    def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
+    def attend_chosen(
+        self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries, sinks_N: Tensor | None = None
+    ) -> Tensor:
         num_places, vector_size = chosen.slots_TC.shape[1], cache.shape[2]
         out_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self.latent_size)
         places_C = torch.arange(num_places, device=cache.device)
@@ -65,7 +76,9 @@ class TorchLatentAttention:
             latent_RCP = cache.flatten(0, 1)[slots_RC].float()
             score_RNC = (query_TNP[part].float() * self.scale) @ latent_RCP.transpose(1, 2)
             score_RNC.masked_fill_(~is_chosen_RC[:, None], float("-inf"))
-            weight_RNC = torch.softmax(score_RNC, dim=-1).nan_to_num(0.0)  # rows without entries
+            if sinks_N is not None:
+                score_RNC = torch.cat([score_RNC, sinks_N[:, None].expand(*score_RNC.shape[:2], 1)], dim=2)
+            weight_RNC = torch.softmax(score_RNC, dim=-1).nan_to_num(0.0)[..., :num_places]  # rows without entries
             out_TNL[part] = (weight_RNC @ latent_RCP[..., : self.latent_size]).to(query_TNP.dtype)
         return out_TNL
 

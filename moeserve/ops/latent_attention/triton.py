@@ -32,7 +32,15 @@ class TritonLatentAttention:
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         write_latents(latent_TP, cache, step.cache_slots)
 
-    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+    def attend(
+        self,
+        query_TNP: Tensor,
+        cache: Tensor,
+        step: StepInputs,
+        max_rows: int | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks_N is None, "these kernels have no sinks"
         most, least = step.max_rows_per_chunk, step.min_rows_per_chunk
         if max_rows is not None and most <= max_rows:
             max_rows = None
@@ -55,7 +63,10 @@ class TritonLatentAttention:
             splits_contexts=not self.takes_all_rows,
         )
 
-    def attend_chosen(self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Tensor:
+    def attend_chosen(
+        self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        assert sinks_N is None, "these kernels have no sinks"
         return latent_attention(
             query_TNP,
             cache.flatten(0, 1)[:, None],  # pass each vector as a block, and each row as a chunk

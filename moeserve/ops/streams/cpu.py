@@ -36,6 +36,8 @@ class CpuStreams:
             num_iterations=config.num_iterations,
             epsilon=config.epsilon,
             norm_epsilon=self._norm_epsilon,
+            output_factor=config.output_factor,
+            output_epsilon=config.output_epsilon,
         )
         return collapsed_TD, coefficients_TC
 

@@ -21,13 +21,20 @@ class StreamsConfig:
     """The configuration of a model's residual streams."""
 
     num_streams: int
-    num_iterations: int  # number of divisions by the sums of rows and columns
+    num_iterations: int  # number of divisions by the sums of rows and columns; 0: no matrix mixes the streams (HY-V4)
     epsilon: float  # added to the weights of the input, to the entries of the matrix, and to its sums
+    output_factor: float = 2.0  # of the sigmoids that are the weights of the output
+    output_epsilon: float = 0.0  # added to these weights
+
+    @property
+    def num_kinds(self) -> int:
+        """Number of kinds of coefficients of a sublayer."""
+        return 3 if self.num_iterations else 2
 
     @property
     def num_coefficients(self) -> int:
         """Number of coefficients of a sublayer."""
-        return self.num_streams * (2 + self.num_streams)
+        return self.num_streams * (2 + self.num_streams * (self.num_iterations > 0))
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,6 @@ class StreamKernels(Protocol):
     def expand(self, streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tensor) -> Tensor:
         """Return the streams [T, X] after a sublayer with the outputs `update_TD`.
 
-        Stream k is weight_k * update + the sum over j of matrix_jk * stream j.
+        Stream k is weight_k * update + the sum over j of matrix_jk * stream j, or without a matrix + stream k.
         """
         ...

@@ -30,8 +30,10 @@ class TorchStreams:
         collapsed_TD = (before_TS[..., None] * wide_TX.unflatten(1, (num_streams, -1))).sum(dim=1)
         coefficients = [before_TS]
         if others:
-            after_TS, mix_TSS = 2 * others[0].sigmoid(), others[1].unflatten(1, (num_streams, num_streams))
-            coefficients += [after_TS, self._doubly_stochastic(mix_TSS).flatten(1)]
+            coefficients += [config.output_factor * others[0].sigmoid() + config.output_epsilon]
+        if len(others) == 2:
+            mix_TSS = others[1].unflatten(1, (num_streams, num_streams))
+            coefficients += [self._doubly_stochastic(mix_TSS).flatten(1)]
         return collapsed_TD.to(streams_TX.dtype), torch.cat(coefficients, dim=1)
 
     def _doubly_stochastic(self, mix_TSS: Tensor) -> Tensor:
@@ -45,7 +47,8 @@ class TorchStreams:
 
     def expand(self, streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tensor) -> Tensor:
         num_streams = self.config.num_streams
-        _, after_TS, mix = coefficients_TC.split([num_streams, num_streams, num_streams**2], dim=1)
-        streams_TSD = streams_TX.float().unflatten(1, (num_streams, -1))
-        mixed_TSD = mix.unflatten(1, (num_streams, num_streams)).transpose(1, 2) @ streams_TSD
+        after_TS, mix = coefficients_TC[:, num_streams:].tensor_split([num_streams], dim=1)
+        mixed_TSD = streams_TX.float().unflatten(1, (num_streams, -1))
+        if self.config.num_iterations:
+            mixed_TSD = mix.unflatten(1, (num_streams, num_streams)).transpose(1, 2) @ mixed_TSD
         return (after_TS[..., None] * update_TD.float()[:, None] + mixed_TSD).flatten(1).to(streams_TX.dtype)
