@@ -33,7 +33,7 @@ ChunkStates read_chunks(const Tensor& row_starts, const Tensor& load, const Tens
 
 void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<Tensor>& bias, const Tensor& states,
                    const Tensor& row_starts, const Tensor& load, const Tensor& store, const Tensor& save,
-                   const Tensor& num_before_save, const Tensor& out, bool is_gated) {
+                   const Tensor& num_before_save, const Tensor& out, bool is_gated, bool is_linear) {
   check_dims("input", input, 2);
   check_float_type("input", input);
   check_contiguous("input", input, 1);
@@ -47,7 +47,7 @@ void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<
   if (bias) check_array("bias", *bias, {num_channels}, ElementType::kFloat32, "float32");
   check_dims("states", states, 3);
   check_array("states", states, {states.size(0), num_taps - 1, num_channels}, input.type, "input's");
-  if (is_gated) {
+  if (is_gated || is_linear) {
     check_array("out", out, {input.size(0), num_channels}, input.type, "input's");
   } else {
     check_array("out", out, {input.size(0), num_channels}, ElementType::kFloat32, "float32");
@@ -64,6 +64,7 @@ void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<
   step.num_channels = num_channels;
   step.num_taps = static_cast<int>(num_taps);
   step.is_gated = is_gated;
+  step.is_linear = is_linear;
   step.chunks = read_chunks(row_starts, load, store, save, num_before_save);
   run_kernel([step] { short_convolution(step); });
 }
@@ -224,8 +225,8 @@ void scan_rows(const Tensor& values, const Tensor& steps, const Tensor& inputs, 
 void bind_recurrent(nb::module_& module) {
   using namespace nb::literals;
   module.def("short_convolution", &convolve_rows, "input"_a, "taps"_a, "bias"_a.none(), "states"_a, "row_starts"_a,
-             "load"_a, "store"_a, "save"_a, "num_before_save"_a, "out"_a, nb::kw_only(), "is_gated"_a,
-             "Write the SiLU of a causal convolution of each channel, or a gated convolution of gated inputs.");
+             "load"_a, "store"_a, "save"_a, "num_before_save"_a, "out"_a, nb::kw_only(), "is_gated"_a, "is_linear"_a,
+             "Write a causal convolution of each channel, its SiLU, or a gated convolution of gated inputs.");
   module.def("linear_attention", &attend, "mixed"_a, "gates"_a, "decays"_a, "rates"_a.none(), "log_decay"_a,
              "decay_bias"_a, "skip"_a.none(), "norm"_a, "states"_a, "row_starts"_a, "load"_a, "store"_a, "save"_a,
              "num_before_save"_a, "outputs"_a, "out"_a, nb::kw_only(), "norm_heads"_a, "norm_epsilon"_a,

@@ -51,6 +51,7 @@ NB_MODULE(_cpu, module) {
   moeserve::bind_compressed_attention(module);
   moeserve::bind_indexer(module);
   moeserve::bind_layers(module);
+  moeserve::bind_mixing(module);
   moeserve::bind_products(module);
   moeserve::bind_recurrent(module);
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a,

@@ -37,6 +37,7 @@ CONVOLUTIONS = {
     "one-tap": dict(num_channels=70, num_taps=1, is_gated=False),
     "plain": dict(num_channels=600, num_taps=4, is_gated=False),
     "odd": dict(num_channels=37, num_taps=2, is_gated=False),
+    "linear": dict(num_channels=53, num_taps=4, is_gated=False, is_linear=True),
     "gated": dict(num_channels=530, num_taps=3, is_gated=True),
 }
 LIGHTNING = {"plain": (4, 128), "odd": (3, 37)}  # heads, and values of each

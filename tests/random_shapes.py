@@ -162,6 +162,14 @@ def _jetmoe(dice: Random) -> Shape:
     )  # fmt: skip
 
 
+def _zaya(dice: Random) -> Shape:
+    return shape(
+        "Zaya", _sizes(dice), _heads(dice), experts(dice.randint(2, 9), 1, _width(dice)),
+        router_hidden_size=dice.randint(8, 30), cca_time0=dice.randint(1, 3), cca_time1=dice.randint(1, 3),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "mixtral": _mixtral,
     "deepseek-v2": _deepseek_v2,
@@ -174,4 +182,5 @@ FAMILIES: dict[str, Callable[[Random], Shape]] = {
     "jamba": _jamba,
     "jetmoe": _jetmoe,
     "minimax": _minimax,
+    "zaya": _zaya,
 }

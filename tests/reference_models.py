@@ -1166,6 +1166,29 @@ SHAPES |= {
 }
 
 SHAPES |= {
+    # three layers with convolutions of 3 and 2 taps, a window, and a key-value head that is half delayed
+    "zaya": shape(
+        "Zaya",
+        sizes(hidden=36, layers=3),
+        heads(6, 3, 12),
+        experts(5, 1, 19),
+        layer_types=["hybrid", "hybrid_sliding", "hybrid"],
+        sliding_window=11,
+        router_hidden_size=13,
+        cca_time0=3,
+        cca_time1=2,
+        lm_head_bias=True,
+        tie_word_embeddings=False,
+        seed=7,
+    ),
+    "zaya-odd": shape(
+        "Zaya",
+        sizes(hidden=33, layers=2, vocab=127),
+        heads(4, 2, 8),
+        experts(7, 1, 23),
+        router_hidden_size=16,
+        seed=1,
+    ),
     # two experts of attention and of each network for a token; another epsilon of the last norm
     "jetmoe": shape(
         "JetMoe",
@@ -1840,20 +1863,23 @@ class Reference:
         of_attention = {id(each) for name, each in self.model.named_modules() if ".self_attention." in name}
         counts: dict[int, torch.Tensor] = {}
         for sequence in sequences:
-            for router, _, chosen in self._routed(sequence):
+            for router, _, _, chosen in self._routed(sequence):
                 if id(router) in of_attention:
                     continue
                 num_experts = len(next(weight for weight in router.parameters() if weight.dim() == 2))
-                count = chosen.flatten().bincount(minlength=num_experts)
+                if hasattr(router, "router_mlp"):  # Zaya, whose last expert computes nothing
+                    num_experts = router.num_experts
+                count = chosen.flatten().bincount(minlength=num_experts)[:num_experts]
                 counts[id(router)] = counts.get(id(router), 0) + count
         return [count.tolist() for count in counts.values()]
 
-    def _routed(self, token_ids: list[int]) -> list[tuple[Any, tuple[torch.Tensor, ...], torch.Tensor]]:
+    def _routed(self, token_ids: list[int]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], torch.Tensor]]:
         """Return each router, its arguments, first its inputs [T, D], and the experts [T, K] that it chose."""
-        routed: list[tuple[Any, tuple[torch.Tensor, ...], torch.Tensor]] = []
+        routed: list[tuple[Any, tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
         hooks = [
             router.register_forward_hook(
-                lambda router, arguments, output: routed.append((router, arguments, chosen_by(router, output)))
+                lambda router, given, named, output: routed.append((router, given, named, chosen_by(router, output))),
+                with_kwargs=True,
             )
             for router in self._routers()
         ]
@@ -1878,11 +1904,11 @@ class Reference:
         The inputs of routers and indexers are off by ROUTER_NOISE.
         """
         generator, num_undecided = torch.Generator().manual_seed(0), self._num_undecided_positions(token_ids)
-        for router, (hidden, *others_given), chosen in self._routed(token_ids):
+        for router, (hidden, *others_given), named, chosen in self._routed(token_ids):
             for _ in range(8):
                 noise = ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 with torch.no_grad():
-                    others = chosen_by(router, router.forward(hidden * (1 + noise), *others_given))
+                    others = chosen_by(router, router.forward(hidden * (1 + noise), *others_given, **named))
                 num_undecided += int((chosen.sort(dim=-1).values != others.sort(dim=-1).values).any(-1).sum())
         return num_undecided
 
@@ -1949,6 +1975,8 @@ def chosen_by(router: Any, output: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the experts [T, K] in a router's output. That of Llama 4 has scores and logits, DBRX's only logits."""
     if isinstance(output, torch.Tensor):
         return output.topk(router.top_k, dim=-1).indices
+    if len(output) == 4:  # Zaya, whose last expert computes nothing
+        return (output[0].softmax(dim=-1) + router.balancing_biases).topk(router.top_k, dim=-1).indices
     if len(output) == 5:  # JetMoE, whose last are the logits
         return output[4].topk(router.top_k, dim=-1).indices
     return output[2] if len(output) == 3 else output[1].topk(router.top_k, dim=-1).indices
@@ -1968,13 +1996,13 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
             elif "norm" in name and tensor.dim() == 1:
                 # Zeros are the initial weights of norms that are stored as differences from one.
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
-            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale", "states_scale", "residual_scale")):
                 tensor.normal_(1.0, 0.2)
             elif name.endswith(("sinks", ".D")) or (name.endswith("A_log") and tensor.dim() == 2):
                 tensor.normal_(0.0, 1.0)
             elif name.endswith(("hc.scale", "hc_scale")) and model.config.model_type == "hy_v4":
                 tensor.normal_(0.5, 0.2)
-            elif name.endswith(("bias", "hc.base", "hc_base", "index_kpool_compress_ape")):
+            elif name.endswith(("bias", "balancing_biases", "hc.base", "hc_base", "index_kpool_compress_ape")):
                 tensor.normal_(0.0, 0.3)
             elif name.endswith("index_kpool_compress_gate"):
                 tensor.normal_(0.0, model.config.get_text_config().initializer_range)
@@ -2094,7 +2122,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["swa_rope_theta"] = scaling[SLIDING]["rope_theta"]
         values |= {key: scaling[FULL][key] for key in ("rope_theta", "partial_rotary_factor")}
         return values
-    if family in ("Mellum", "Beam"):
+    if family in ("Mellum", "Beam", "Zaya"):
         return values | dict(rope_parameters=scaling)
     if family == "Glm5Next":
         types = [FULL if name == INDEXED else name for name in values["layer_types"]]

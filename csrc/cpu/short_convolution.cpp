@@ -50,6 +50,8 @@ MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk,
     if (step.is_gated) {
       const Float<W> gated = sum * load_lanes<W>(row + step.num_channels, count);
       store_lanes<W>(static_cast<Element*>(step.out) + place, gated, count);
+    } else if (step.is_linear) {
+      store_lanes<W>(static_cast<Element*>(step.out) + place, sum, count);
     } else {
       store_lanes<W>(static_cast<float*>(step.out) + place, silu<W>(sum), count);
     }

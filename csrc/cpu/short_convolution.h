@@ -20,10 +20,11 @@ struct ShortConvolution {
   const float* taps;   // [W, C]: the last multiplies the token itself
   const float* bias;   // [C], or null
   void* states;        // [rows, W - 1, C]: the last inputs, oldest first
-  void* out;           // [T, C]: SiLU of the convolution in float32; gated: in the type of the input, without SiLU
+  void* out;           // [T, C]: SiLU of the convolution in float32; gated or linear: without SiLU, in the input's type
   int64_t num_channels;
   int num_taps;
   bool is_gated;
+  bool is_linear;
   ChunkStates chunks;
 };
 

@@ -89,6 +89,7 @@ NEWER = (
     "jetmoe",
     "glm5-next",
     "minimax-m3",
+    "zaya-odd",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

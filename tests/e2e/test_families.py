@@ -32,9 +32,9 @@ CACHE = "8MiB"
 
 # One shape of each kind of mixer: windows, latent attention, that to chosen positions, sinks, recurrent states, short
 # convolutions, compressed entries, narrow values, selective scans, lightning attention, experts of attention, chosen
-# blocks.
+# blocks, convolved queries and keys.
 ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "glm5", "gpt-oss", "qwen3-next", "lfm2-moe", "deepseek-v4"]
-ATTENTION_KINDS += ["mimo-v2-flash", "nemotron-h", "jamba", "minimax", "jetmoe", "minimax-m3"]
+ATTENTION_KINDS += ["mimo-v2-flash", "nemotron-h", "jamba", "minimax", "jetmoe", "minimax-m3", "zaya"]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

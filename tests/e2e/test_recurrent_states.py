@@ -80,6 +80,8 @@ LAYOUTS = [
     ("jamba", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     ("jamba", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 33}),
     ("jamba-odd", {"data_parallel_size": 2}),
+    ("zaya-odd", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ("zaya", {"data_parallel_size": 2, "max_num_batched_tokens": 33}),
     ("minimax", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     ("minimax", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 33}),
     ("minimax-odd", {"data_parallel_size": 2}),

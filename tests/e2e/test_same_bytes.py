@@ -22,7 +22,7 @@ FAMILIES = (
     "axk2",
     "hy-v4",
     "minimax",
-    "jetmoe",
+    "jetmoe", "zaya",
     "glm5-next",
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)

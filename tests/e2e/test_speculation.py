@@ -97,7 +97,7 @@ def test_mixed_requests_have_the_same_bytes(
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3-next", "lfm2-moe", "kimi-linear", "granite-hybrid", "jamba", "minimax"),
+        *("qwen3-next", "lfm2-moe", "kimi-linear", "granite-hybrid", "jamba", "minimax", "zaya"),
         *("deepseek-v3", "deepseek-v4", "gpt-oss"),
         "glm5-next",
     ],

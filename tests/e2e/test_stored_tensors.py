@@ -294,6 +294,7 @@ OWN_FORMS = [
     "qwen3-next",
     "qwen3.5-moe",
     "step3p7",
+    "zaya",
 ]
 
 

@@ -90,6 +90,7 @@ MISSING = {
     ("rows.layer_norm_in_place", "triton"): "the norm of an indexer's keys is torch's",
     ("rows.quantize", "cpu"): "weights in 8-bit blocks are multiplied on GPUs",
     ("rows.quantize_rms_norm", "cpu"): "weights in 8-bit blocks are multiplied on GPUs",
+    ("mixing", "triton"): "Zaya runs on CPUs",
     ("lightning_attention", "triton"): "models with lightning attention run on CPUs",
     ("selective_scan", "triton"): "models with Mamba-1 run on CPUs",
 }

@@ -17,7 +17,7 @@ OTHER_MODELS = {
 NOT_SERVED = {
     *("doge", "dots3_note_text"),
     *("inkling2_text", "inkling_text"),
-    *("muse_spark_text", "qwen4_exp_text", "unlimited_ocr_text", "zaya"),
+    *("muse_spark_text", "qwen4_exp_text", "unlimited_ocr_text"),
 }
 
 

@@ -47,6 +47,8 @@ class MoEConfig(FeedForwardConfig):
     num_unused_experts: int = 0  # stored behind those of the router (ERNIE-4.5-VL)
     # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
     latent_size: int | None = None  # None: the model's width
+    router_size: int | None = None  # size of the rows that the router reads; None: the model's width
+    zero_experts_return_nothing: bool = False  # instead of their input
 
     @property
     def moe(self) -> MoEConfig:
@@ -103,7 +105,7 @@ class MoELayer(Network):
         self.config = config
         self.weighs_inputs = config.weighs_inputs
         self.rank_in_group = dispatchers.group.rank_in_group
-        self.router = Router(config.router, hidden_size, context)
+        self.router = Router(config.router, config.router_size or hidden_size, context)
         row_size = config.latent_size or hidden_size
         self.to_latent: Linear | None = None
         self.from_latent: Linear | None = None
@@ -224,7 +226,7 @@ class MoELayer(Network):
         combined_TD = combined.wait()
         if self.from_latent is not None:
             combined_TD = self.from_latent(combined_TD)
-        if zero_weights_T1 is not None:
+        if zero_weights_T1 is not None and not self.config.zero_experts_return_nothing:
             combined_TD = (combined_TD.float() + plain_TD.float() * zero_weights_T1).to(combined_TD.dtype)
         return combined_TD if shared is None else self.add_shared(combined_TD, shared.wait())
 

@@ -20,7 +20,7 @@ def _triton(backend: Backend, shape: ConvolutionShape) -> ShortConvolution:
 
 
 TABLE: dict[str, Implementation[ConvolutionShape, ShortConvolution]] = {
-    "triton": Implementation(_triton),
+    "triton": Implementation(_triton, lambda shape: "linear convolutions run in torch" if shape.is_linear else None),
     "cpu": Implementation(lambda backend, shape: CpuShortConvolution(backend.native, shape)),
     "reference": Implementation(lambda backend, shape: TorchShortConvolution(shape)),
 }

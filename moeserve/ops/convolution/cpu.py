@@ -23,7 +23,8 @@ class CpuShortConvolution:
     def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
         assert step.states is not None
         sizes = len(input_TX), self._shape.num_channels
-        out_TC = new_empty(input_TX, *sizes) if self._shape.is_gated else torch.empty(sizes, dtype=torch.float32)
+        keeps_dtype = self._shape.is_gated or self._shape.is_linear
+        out_TC = new_empty(input_TX, *sizes) if keeps_dtype else torch.empty(sizes, dtype=torch.float32)
         if is_measured():
             return out_TC.zero_()  # so that its memory is measured
         self._native.short_convolution(
@@ -35,5 +36,6 @@ class CpuShortConvolution:
             *step.states,
             out_TC,
             is_gated=self._shape.is_gated,
+            is_linear=self._shape.is_linear,
         )
         return out_TC

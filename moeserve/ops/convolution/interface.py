@@ -25,6 +25,7 @@ class ConvolutionShape:
     num_taps: int  # W
     # Gated: output gates * convolution(input gates * values) (LFM2). Otherwise SiLU(convolution(inputs)).
     is_gated: bool
+    is_linear: bool = False  # the convolution alone, in the dtype of the inputs
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ShortConvolution(Protocol):
     """The convolution of one layer, with its activation or its gates."""
 
     def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs, /) -> Tensor:
-        """Return [T, C], in float32, or in the dtype of the input if the convolution is gated, and update the states.
+        """Return [T, C], and update the states. The dtype is that of the input, without a gate or `is_linear` float32.
 
         Output rows outside all chunks have arbitrary finite values.
 

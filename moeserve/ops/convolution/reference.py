@@ -25,14 +25,18 @@ class TorchShortConvolution:
         if is_gated:
             input_gates_TC, gates_TC, values_TC = input_TX.split(num_channels, dim=1)
             input_TC = input_gates_TC * values_TC
-        dtype = input_TX.dtype if is_gated else torch.float32
+        dtype = input_TX.dtype if is_gated or self.shape.is_linear else torch.float32
         out_TC = torch.zeros(len(input_TX), num_channels, dtype=dtype, device=input_TX.device)
         taps_C1W = weights.taps_WC.T[:, None]
 
         def run(rows: slice, before_wC: Tensor) -> Tensor:
             joined = torch.cat([before_wC, input_TC[rows]])
             mixed_RC = functional.conv1d(joined.float().T[None], taps_C1W, weights.bias_C, groups=num_channels)[0].T
-            out_TC[rows] = functional.silu(mixed_RC) if gates_TC is None else (mixed_RC * gates_TC[rows]).to(dtype)
+            if gates_TC is not None:
+                mixed_RC = mixed_RC * gates_TC[rows]
+            elif not self.shape.is_linear:
+                mixed_RC = functional.silu(mixed_RC)
+            out_TC[rows] = mixed_RC.to(dtype)
             return joined[len(joined) - len(before_wC) :]
 
         run_pieces(step, states, run)

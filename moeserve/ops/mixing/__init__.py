@@ -1,0 +1,19 @@
+"""Weighted sums of rows, GELU, and the mixing of projected and convolved heads."""
+
+from __future__ import annotations
+
+from moeserve.ops.backend import Backend, Implementation, choose
+from moeserve.ops.mixing.cpu import CpuMixing
+from moeserve.ops.mixing.interface import Mixing
+from moeserve.ops.mixing.reference import TorchMixing
+
+
+def make(backend: Backend) -> Mixing:
+    """Return the operations."""
+    return choose(TABLE, backend, None)
+
+
+TABLE: dict[str, Implementation[None, Mixing]] = {
+    "cpu": Implementation(lambda backend, _: CpuMixing(backend.native)),
+    "reference": Implementation(lambda backend, _: TorchMixing()),
+}

@@ -1,0 +1,32 @@
+"""Mixing of rows and heads by C++ kernels."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from moeserve.memory import new_empty
+from moeserve.ops.mixing.interface import UNCHANGED, Affine
+
+
+class CpuMixing:
+    """A `Mixing` whose bytes of a row depend only on the row."""
+
+    def __init__(self, native: ModuleType) -> None:
+        self._native = native
+
+    def add(self, a_TD: Tensor, of_a: Affine, b_TD: Tensor | None = None, of_b: Affine = UNCHANGED) -> Tensor:
+        out_TD = new_empty(a_TD, *a_TD.shape)
+        self._native.add_weighted(a_TD, *of_a, b_TD, *of_b, out_TD)
+        return out_TD
+
+    def gelu(self, x_TD: Tensor) -> Tensor:
+        out_TD = new_empty(x_TD, *x_TD.shape)
+        self._native.gelu(x_TD, out_TD)
+        return out_TD
+
+    def mix_heads(self, projected_TX: Tensor, convolved_TeH: Tensor, temperatures_G: Tensor) -> Tensor:
+        out_TeH = new_empty(convolved_TeH, *convolved_TeH.shape)
+        self._native.mix_heads(projected_TX, convolved_TeH, temperatures_G, out_TeH)
+        return out_TeH

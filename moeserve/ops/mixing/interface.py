@@ -1,0 +1,44 @@
+"""Operations that mix rows, or the heads of rows, as Zaya does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+# N query heads, G key heads, e = N + G heads
+
+
+class Affine(NamedTuple):
+    """The function (x + bias) * scale of each column, in float32. None changes nothing."""
+
+    scale_D: Tensor | None = None
+    bias_D: Tensor | None = None
+
+
+UNCHANGED = Affine()
+
+
+class Mixing(Protocol):
+    """The operations. Each row is computed by itself, in float32, and rounded once to the dtype of the inputs."""
+
+    def add(self, a_TD: Tensor, of_a: Affine, b_TD: Tensor | None = None, of_b: Affine = UNCHANGED) -> Tensor:
+        """Return of_a(a) + of_b(b), or of_a(a) alone."""
+        ...
+
+    def gelu(self, x_TD: Tensor) -> Tensor:
+        """Return x / 2 * (1 + erf(x / sqrt(2)))."""
+        ...
+
+    def mix_heads(self, projected_TX: Tensor, convolved_TeH: Tensor, temperatures_G: Tensor) -> Tensor:
+        """Return queries and keys [T, e, H] of compressed convolutional attention (arXiv 2510.04476).
+
+        Half the sum of a query and its group's key is added to the convolved query, and the mean of these halves over
+        the group to the convolved key. Both are scaled to the length sqrt(H), and keys by their temperature.
+
+        Args:
+            projected_TX: queries and keys [T, e * H]; a view of a projection.
+            convolved_TeH: contiguous.
+            temperatures_G: float32.
+        """
+        ...

@@ -1,0 +1,52 @@
+"""C++ kernels that mix rows and heads: against torch, and with the same bytes of a row in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored
+from torch import Tensor
+
+from moeserve.ops.mixing.cpu import CpuMixing
+from moeserve.ops.mixing.interface import UNCHANGED, Affine
+from moeserve.ops.mixing.reference import TorchMixing
+
+pytestmark = needs_kernels
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def results(mixing: CpuMixing | TorchMixing, dtype: torch.dtype, rows: slice, width: int) -> list[Tensor]:
+    """Return the results of all operations for some of 50 rows, with 6 query heads and 2 key heads."""
+    generator = torch.Generator().manual_seed(width)
+    a_TD, b_TD = (torch.randn(50, width, generator=generator).to(dtype)[rows] for _ in range(2))
+    affines = [Affine(*torch.randn(2, width, generator=generator)) for _ in range(2)]
+    projected_TX = torch.randn(50, 8 * width + 3, generator=generator).to(dtype)[rows, : 8 * width]
+    convolved_TeH = torch.randn(50, 8, width, generator=generator).to(dtype)[rows].contiguous()
+    temperatures_G = torch.randn(2, generator=generator)
+    return [
+        mixing.add(a_TD, affines[0], b_TD, affines[1]),
+        mixing.add(a_TD, UNCHANGED, b_TD, Affine(affines[0].scale_D)),
+        mixing.add(a_TD, affines[1]),
+        mixing.gelu(a_TD),
+        mixing.mix_heads(projected_TX, convolved_TeH, temperatures_G),
+    ]
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+@pytest.mark.parametrize("width", [1, 10, 128, 301])
+@DTYPES
+def test_results_equal_the_reference(dtype: torch.dtype, width: int, isa: str) -> None:
+    with settings_restored():
+        kernels.set_isa(isa)
+        actual = results(CpuMixing(kernels), dtype, slice(0, 50), width)
+    expected = results(TorchMixing(), dtype, slice(0, 50), width)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7  # rounded once, perhaps to neighbouring numbers
+    for found, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-5)
+
+
+@DTYPES
+def test_bytes_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    whole = results(CpuMixing(kernels), dtype, slice(0, 50), 37)
+    some = results(CpuMixing(kernels), dtype, slice(17, 24), 37)
+    assert all(same_bytes(one[17:24].contiguous(), other) for one, other in zip(whole, some, strict=True))
