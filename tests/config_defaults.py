@@ -26,7 +26,7 @@ LEFT_OUT = {field.name for field in dataclasses.fields(transformers.PreTrainedCo
 
 
 # Configs that make the rotary settings of each layer type from other keys
-WITHOUT_ROTARY_SETTINGS = ("deepseek_v4", "step3p5")
+WITHOUT_ROTARY_SETTINGS = ("deepseek_v4", "dots3_note_text", "step3p5")
 
 
 def defaults_of(model_type: str) -> dict[str, Any]:

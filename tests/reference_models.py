@@ -1642,6 +1642,72 @@ SHAPES |= {
         tie_word_embeddings=True,
         seed=19,
     ),
+    "dots3-note": shape(
+        "Dots3NoteText",
+        sizes(hidden=40, layers=4),
+        latent(4, query=18, kv=28, key=12, rotary=8, value=10),
+        indexed(13, 12, 11),
+        grouped_experts(12, 5, shared=1, width=19, groups=(4, 2), scale=2.5),
+        layer_types=["indexed_attention", SLIDING, "full_attention", SLIDING],
+        use_dsa=None,
+        head_dim=16,
+        swa_num_attention_heads=6,
+        swa_num_key_value_heads=6,
+        swa_q_lora_rank=21,
+        swa_kv_lora_rank=17,
+        swa_head_dim=16,
+        swa_qk_nope_head_dim=10,
+        swa_v_head_dim=9,
+        sliding_window=9,
+        shared_experts_intermediate_size=23,
+        rms_norm_eps=0.01,
+        initializer_range=0.2,
+        seed=8,
+    ),
+    # inside of a model for pictures and sound; layers without windows attend to all positions
+    "dots3-note-images": shape(
+        "Dots3Note",
+        sizes(hidden=32, layers=3, vocab=127),
+        latent(3, query=17, kv=19, key=8, rotary=10, value=13),
+        indexed(3, 12, 11),
+        grouped_experts(6, 2, shared=2, width=14, groups=(1, 1), scale=1.5),
+        layer_types=["full_attention", SLIDING, SLIDING],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        use_dsa=False,
+        head_dim=20,
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=2,
+        swa_q_lora_rank=9,
+        swa_kv_lora_rank=21,
+        swa_head_dim=16,
+        swa_qk_nope_head_dim=8,
+        swa_v_head_dim=7,
+        sliding_window=7,
+        shared_experts_intermediate_size=11,
+        norm_topk_prob=False,
+        attention_bias=True,
+        beside_text=dict(
+            vision_config=dict(
+                hidden_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=16,
+                mlp_layer_types=["dense"],
+                adapter_in_dim=16,
+                adapter_out_dim=32,
+            ),
+            audio_config=dict(
+                hidden_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=16,
+                downsample_hidden_size=8,
+                adapter_input_size=16,
+                adapter_out_dim=32,
+            ),
+        ),
+        seed=1,
+    ),
     # the third layer attends to the positions that the second chose
     "hy-v4": shape(
         "HYV4",
@@ -2080,6 +2146,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "qwen3_5_moe_text": "Qwen3_5Moe",
             "gemma4_text": "Gemma4",
             "aria_text": "AriaText",
+            "dots3_note_text": "Dots3Note",
             "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeText",
             "deepseek_ocr2_text": "DeepseekOcr2Text",
             "glm5_next_text": "Glm5Next",
@@ -2122,7 +2189,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["swa_rope_theta"] = scaling[SLIDING]["rope_theta"]
         values |= {key: scaling[FULL][key] for key in ("rope_theta", "partial_rotary_factor")}
         return values
-    if family in ("Mellum", "Beam", "Zaya"):
+    if family in ("Mellum", "Beam", "Zaya", "Dots3Note"):
         return values | dict(rope_parameters=scaling)
     if family == "Glm5Next":
         types = [FULL if name == INDEXED else name for name in values["layer_types"]]

@@ -77,6 +77,7 @@ NEWER = (
     "granite-swa",
     "afmoe",
     "axk2",
+    "dots3-note",
     "hy-v4",
     "flex-olmo",
     "kolibri1",

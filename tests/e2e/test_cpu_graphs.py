@@ -79,6 +79,7 @@ def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
         *("mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "glm5", "qwen2-moe", "qwen3-moe", "gpt-oss"),
         *("phimoe", "jamba", "cohere2-moe", "laguna-odd", "minimax-m3", "beam"),
         "axk2",
+        "dots3-note",
         "hy-v4",
         "minimax",
         "jetmoe",

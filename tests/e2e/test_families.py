@@ -35,6 +35,7 @@ CACHE = "8MiB"
 # blocks, convolved queries and keys.
 ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "glm5", "gpt-oss", "qwen3-next", "lfm2-moe", "deepseek-v4"]
 ATTENTION_KINDS += ["mimo-v2-flash", "nemotron-h", "jamba", "minimax", "jetmoe", "minimax-m3", "zaya"]
+ATTENTION_KINDS += ["hy-v4", "dots3-note"]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

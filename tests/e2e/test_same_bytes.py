@@ -20,6 +20,7 @@ FAMILIES = (
     "mixtral", "mixtral-window", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v4", "glm4-moe", "gpt-oss",
     "beam", "cohere2-moe", "flex-olmo", "jamba", "kolibri1", "laguna", "minimax-m3", "olmoe", "qwen2-moe", "qwen3-moe",
     "axk2",
+    "dots3-note",
     "hy-v4",
     "minimax",
     "jetmoe", "zaya",

@@ -253,6 +253,8 @@ OWN_FORMS = [
     "deepseek-v4",
     "deepseek-v4-odd",
     "dots1",
+    "dots3-note",
+    "dots3-note-images",
     "ernie",
     "ernie-vl",
     "ernie-vl-odd",

@@ -17,7 +17,7 @@ With an indexer (DeepSeek-V3.2), a token attends to a selection of positions onl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheItems, Places
-from moeserve.kv.rules import KeepAll
+from moeserve.kv.rules import KeepAll, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.latent.indexer import Choice, Indexer, IndexerConfig
@@ -63,6 +63,7 @@ class LatentAttentionConfig(NetworkConfig):
     value_dim: int
     temperature: TemperatureConfig | None = None  # of queries
     has_learned_temperature: bool = False
+    normalizes_rotated_key: bool = False  # by an RMSNorm, before its rotation (dots3)
     query_norm_epsilon: float = NORM_EPSILON
     latent_norm_epsilon: float = NORM_EPSILON
     score_factor: float = 1.0  # see RotaryConfig
@@ -70,6 +71,7 @@ class LatentAttentionConfig(NetworkConfig):
     has_bias: bool = False  # of the compressing projections and of the output
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
     gate_name: str | None = None  # a projection of as many sigmoids as the heads have values multiplies them (HY-V4)
+    window: int | None = None  # positions that a token attends to at most, its own included (dots3); None: all
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (HY-V4)
     # Queries are projected from compressed ones before and after the norm, with a gate of each value behind the queries
     # of its head. Outputs are multiplied by the sigmoids of the gates (A.X K2).
@@ -87,9 +89,9 @@ class LatentAttentionConfig(NetworkConfig):
         """True if the layer reuses the positions that the previous layer attends to."""
         return self.is_sparse and self.indexer is None
 
-    def cache_rules(self, block_size: int) -> tuple[KeepAll]:
+    def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks]:
         """Return the rule of latent vectors."""
-        return (KeepAll(),)
+        return (KeepAll() if self.window is None else KeepWindow(self.window, block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads."""
@@ -99,7 +101,8 @@ class LatentAttentionConfig(NetworkConfig):
     def needs(self) -> Needs:
         tokens_per_key = None if self.indexer is None else self.indexer.tokens_per_key
         is_pooled = tokens_per_key is not None
-        part = "an indexer of pooled keys" if is_pooled else None
+        windows = None if self.window is None else "sliding windows of latent attention"
+        part = "an indexer of pooled keys" if is_pooled else windows
         return Needs(
             block_multiple=tokens_per_key or 1,
             fits_float8_cache=False,
@@ -116,7 +119,7 @@ class LatentAttentionConfig(NetworkConfig):
             num_heads=self.num_heads,
             decode_operations=self.num_heads / tp * 2 * absorbed,
             prompt_operations=self.num_heads / tp * 2 * expanded,
-            positions=self.top_k,
+            positions=self.window or self.top_k,
             projected_values=(outputs + self.num_heads * 2 * self.query_dim) / tp,
             output_values=outputs / tp,
             output_parameters=outputs / tp * hidden_size,
@@ -171,6 +174,7 @@ class LatentCache:
     latents: Tensor
     index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key], or the keys of windows
     index_tails: Tensor | None = None  # of pooled keys, see `PooledKeys`
+    group: int = field(default=0, kw_only=True)  # of the cache
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -213,6 +217,9 @@ class LatentAttention(OverTP):
             hidden_size, config.cached_size, context, has_bias=config.has_bias, limits=QuantizationLimits(8)
         )
         self.latent_norm = RMSNorm(config.latent_size, config.latent_norm_epsilon, context)
+        self.key_norm: RMSNorm | None = None
+        if config.normalizes_rotated_key:
+            self.key_norm = RMSNorm(config.rotary_dim, config.latent_norm_epsilon, context)
         self.head_maps = HeadMaps(config, num_heads, context)
         num_chunks = num_input_chunks(config.can_divide)
         self.output = Linear(
@@ -239,32 +246,35 @@ class LatentAttention(OverTP):
             self.indexer = Indexer(config.indexer, hidden_size, config.query_rank, config.top_k, context)
         self.learned_temperature = LearnedTemperature(num_heads, context) if config.has_learned_temperature else None
         self.scale = config.query_dim**-0.5 * config.score_factor
-        shape = LatentShape(self.scale, config.latent_size, config.num_heads)
+        shape = LatentShape(self.scale, config.latent_size, config.num_heads, config.window)
         self.backend = latent_attention.make(context.backend, shape)
         self._apply_rope = row_operations.apply_rope
         first = self.query.down if isinstance(self.query, CompressedQuery) else self.query
         self.reads_float8 = first.weights.is_in_blocks and self.compress.weights.is_in_blocks
         self._quantize = row_operations.quantize if self.reads_float8 else None
-        is_absorbed = self.backend.takes_all_rows or config.has_sinks
+        is_absorbed = self.backend.takes_all_rows or config.has_sinks or config.window is not None
         self._attend = self._attend_absorbed if is_absorbed else self._attend_either_way
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
         """The items that it keeps. Every tp rank has all of them."""
-        one = self._empty_cache(1, self.context.block_size, torch.device("meta"))
-        return (CacheItems(KeepAll(), sum(tensor.nbytes for tensor in one.tensors)),)
+        one = self._empty_cache(1, self.context.block_size, torch.device("meta"), group=0)
+        (rule,) = self.config.cache_rules(self.context.block_size)
+        return (CacheItems(rule, sum(tensor.nbytes for tensor in one.tensors)),)
 
     def make_cache(self, places: Places) -> LatentCache:
-        return self._empty_cache(places.tables[0].num_places, places.block_size, self.context.device)
+        group = places.group_of(*self.config.cache_rules(places.block_size))
+        return self._empty_cache(places.tables[group].num_places, places.block_size, self.context.device, group)
 
-    def _empty_cache(self, num_blocks: int, block_size: int, device: torch.device) -> LatentCache:
+    def _empty_cache(self, num_blocks: int, block_size: int, device: torch.device, group: int) -> LatentCache:
         config, dtype = self.config, self.context.dtype
         shapes: list[tuple[int, ...]] = [(num_blocks, block_size, config.cached_size)]
         if config.indexer is not None:
             shapes += config.indexer.cached_shapes(num_blocks, block_size)
         dtypes = dtype, dtype, torch.float32  # of latents, keys and tails
         return LatentCache(
-            *(torch.empty(shape, dtype=kind, device=device) for shape, kind in zip(shapes, dtypes, strict=False))
+            *(torch.empty(shape, dtype=kind, device=device) for shape, kind in zip(shapes, dtypes, strict=False)),
+            group=group,
         )
 
     @property
@@ -276,6 +286,8 @@ class LatentAttention(OverTP):
     def rows(self, at: At) -> Iterator[Row]:
         config, heads = self.config, self.heads
         yield at("kv_a_layernorm.weight"), whole(self.latent_norm.weight, factor=config.latent_factor)
+        if self.key_norm is not None:
+            yield from self.key_norm.rows(at.under("k_rope_only_layernorm"))
         yield from self.compress.rows(at.under("kv_a_proj_with_mqa"))
         yield from self.head_maps.rows(at("kv_b_proj.weight"), config, heads)
         size = config.projected_dim
@@ -306,7 +318,7 @@ class LatentAttention(OverTP):
         )
 
     def partial_sum(self, hidden_TD: Rows, run: Run, cache: LatentCache) -> Tensor:
-        config, step, rotations = self.config, run.step, run.rotations
+        config, step, rotations = self.config, run.step.of_group(cache.group), run.rotations
         # The positions that tokens attend to: written by a layer with an indexer, read by a layer without.
         choice = run.shared(Choice) if config.is_sparse else None
         given_TD = hidden_TD
@@ -327,6 +339,8 @@ class LatentAttention(OverTP):
         latent_TP = self.compress(hidden_TD)
         latent_TL, key_TS = latent_TP.split([config.latent_size, config.rotary_dim], dim=-1)
         self.latent_norm.in_place(latent_TL)
+        if self.key_norm is not None:
+            self.key_norm.in_place(key_TS)
         if config.rotary_dim:
             rotation = rotations[config.rotary]
             self._apply_rope(query_TNS, rotation, query_TNP[..., config.latent_size :])
