@@ -61,8 +61,8 @@ def layers_of_stages(
     starts = set(itertools.accumulate(sizes[:-1]))
     if first_layers is not None and (wrong := sorted(starts - first_layers)):
         raise SettingsError(
-            f"pipeline_layers={shown(list(sizes))}: a stage would start with layer {wrong[0]}, which attends to the "
-            "positions that the previous layer's indexer selected; stages may start with the layers "
+            f"pipeline_layers={shown(list(sizes))}: a stage would start with layer {wrong[0]}, which reads what "
+            "an indexer or a router of the previous layer has computed; stages may start with the layers "
             f"{', '.join(map(str, sorted(first_layers)))}, counted from 0"
         )
     return sizes
