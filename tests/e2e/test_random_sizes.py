@@ -26,6 +26,7 @@ FIXED = {
     "BailingHybrid": {"head_dim", "qk_rope_head_dim"},
     "Dbrx": {"hidden_size"},
     "DeepseekV2": {"hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"},
+    "Dots3Note": {"hidden_size"},
     "Ernie4_5_VLMoe": {"hidden_size"},
     "Gemma4": {"head_dim"},
     "Gemma4Text": {"head_dim"},
