@@ -47,7 +47,7 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
             const Tensor& row_starts, const Tensor& context_lens, const Tensor& out, double scale,
             std::optional<int64_t> window, std::optional<int64_t> value_size, const std::optional<Tensor>& sinks,
             std::optional<int64_t> whole_group_size, const std::optional<Tensor>& key_scales,
-            const std::optional<Tensor>& value_scales) {
+            const std::optional<Tensor>& value_scales, const std::optional<Tensor>& biases) {
   check_key_cache(key_cache);
   check_value_cache(value_cache, key_cache);
   check_dims("query", query, 3);
@@ -70,6 +70,10 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   if (!key_scales) check_type("key_cache", key_cache, query.type, "query's");
   check_array("out", out, {query.size(0), num_heads, out_size}, query.type, "query's");
   if (sinks) check_array("sinks", *sinks, {num_heads}, ElementType::kFloat32, "float32");
+  if (biases) {
+    check_dims("biases", *biases, 3);
+    check_array("biases", *biases, {query.size(0), num_heads, biases->size(2)}, query.type, "query's");
+  }
   check_dims("block_table", block_table, 2);
   const int64_t num_chunks = block_table.size(0);
   check_array("block_table", block_table, {num_chunks, block_table.size(1)}, ElementType::kInt32, "int32");
@@ -105,6 +109,10 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.max_blocks = block_table.size(1);
   step.scale = static_cast<float>(scale);
   step.window = window.value_or(0);
+  if (biases) {
+    step.biases = biases->data;
+    step.num_distances = biases->size(2);
+  }
   run_kernel([step] { paged_attention(step); });
 }
 
@@ -164,7 +172,7 @@ void bind_attention(nb::module_& module) {
   module.def("paged_attention", &attend, "query"_a, "key_cache"_a, "value_cache"_a, "block_table"_a, "row_starts"_a,
              "context_lens"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a.none(), "value_size"_a.none() = nb::none(),
              "sinks"_a.none() = nb::none(), "whole_group_size"_a.none() = nb::none(),
-             "key_scales"_a.none() = nb::none(), "value_scales"_a.none() = nb::none(),
+             "key_scales"_a.none() = nb::none(), "value_scales"_a.none() = nb::none(), "biases"_a.none() = nb::none(),
              "Write the attention of each row to `out`. Rows outside all chunks and rows before position 0 get zeros.");
   module.def("write_cache", &write, "key"_a, "value"_a.none(), "key_cache"_a, "value_cache"_a.none(), "slots"_a,
              "key_scales"_a.none() = nb::none(), "value_scales"_a.none() = nb::none(),

@@ -33,7 +33,8 @@ ChunkStates read_chunks(const Tensor& row_starts, const Tensor& load, const Tens
 
 void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<Tensor>& bias, const Tensor& states,
                    const Tensor& row_starts, const Tensor& load, const Tensor& store, const Tensor& save,
-                   const Tensor& num_before_save, const Tensor& out, bool is_gated, bool is_linear) {
+                   const Tensor& num_before_save, const Tensor& out, bool is_gated, bool is_linear,
+                   const std::optional<Tensor>& scale) {
   check_dims("input", input, 2);
   check_float_type("input", input);
   check_contiguous("input", input, 1);
@@ -47,6 +48,7 @@ void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<
   if (bias) check_array("bias", *bias, {num_channels}, ElementType::kFloat32, "float32");
   check_dims("states", states, 3);
   check_array("states", states, {states.size(0), num_taps - 1, num_channels}, input.type, "input's");
+  if (scale) check_array("scale", *scale, {1}, ElementType::kFloat32, "float32");
   if (is_gated || is_linear) {
     check_array("out", out, {input.size(0), num_channels}, input.type, "input's");
   } else {
@@ -65,6 +67,7 @@ void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<
   step.num_taps = static_cast<int>(num_taps);
   step.is_gated = is_gated;
   step.is_linear = is_linear;
+  step.scale = scale ? numbers<float>(*scale) : nullptr;
   step.chunks = read_chunks(row_starts, load, store, save, num_before_save);
   run_kernel([step] { short_convolution(step); });
 }
@@ -226,7 +229,9 @@ void bind_recurrent(nb::module_& module) {
   using namespace nb::literals;
   module.def("short_convolution", &convolve_rows, "input"_a, "taps"_a, "bias"_a.none(), "states"_a, "row_starts"_a,
              "load"_a, "store"_a, "save"_a, "num_before_save"_a, "out"_a, nb::kw_only(), "is_gated"_a, "is_linear"_a,
-             "Write a causal convolution of each channel, its SiLU, or a gated convolution of gated inputs.");
+             "scale"_a.none() = nb::none(),
+             "Write a causal convolution of each channel, perhaps times `scale`, its SiLU, or a gated convolution of "
+             "gated inputs.");
   module.def("linear_attention", &attend, "mixed"_a, "gates"_a, "decays"_a, "rates"_a.none(), "log_decay"_a,
              "decay_bias"_a, "skip"_a.none(), "norm"_a, "states"_a, "row_starts"_a, "load"_a, "store"_a, "save"_a,
              "num_before_save"_a, "outputs"_a, "out"_a, nb::kw_only(), "norm_heads"_a, "norm_epsilon"_a,

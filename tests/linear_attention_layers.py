@@ -39,6 +39,7 @@ CONVOLUTIONS = {
     "odd": dict(num_channels=37, num_taps=2, is_gated=False),
     "linear": dict(num_channels=53, num_taps=4, is_gated=False, is_linear=True),
     "gated": dict(num_channels=530, num_taps=3, is_gated=True),
+    "scaled": dict(num_channels=70, num_taps=5, is_gated=False, is_linear=True),
 }
 LIGHTNING = {"plain": (4, 128), "odd": (3, 37)}  # heads, and values of each
 SCANS = {"plain": (200, 16), "odd": (37, 5), "wide": (70, 19)}  # channels, and values of the state of each
@@ -77,7 +78,9 @@ class Layer:
     def convolution(cls, name: str, num_tokens: int, dtype: torch.dtype) -> Layer:
         shape, normal = ConvolutionShape(**CONVOLUTIONS[name]), _normal(name)
         weights = ConvolutionWeights(
-            normal(shape.num_taps, shape.num_channels), normal(shape.num_channels) if name != "odd" else None
+            normal(shape.num_taps, shape.num_channels),
+            normal(shape.num_channels) if name != "odd" else None,
+            normal(1) if name == "scaled" else None,
         )
         width = shape.num_channels * (3 if shape.is_gated else 1)
         wide = normal(num_tokens, width + 5).to(dtype)

@@ -1860,6 +1860,60 @@ SHAPES |= {
     ),
 }
 
+
+def inkling(*parts: dict[str, Any], **settings: Any) -> Shape:
+    """Return a shape of Inkling, as the language model that transformers has alone."""
+    return shape("InklingText", *parts, initializer_range=0.2, logits_mup_width_multiplier=2.0, **settings)
+
+
+def window_heads(num: int, kv: int, dim: int) -> dict[str, Any]:
+    return dict(swa_num_attention_heads=num, swa_num_key_value_heads=kv, swa_head_dim=dim)
+
+
+SHAPES |= {
+    # scores by distance for less than the context, and temperatures of queries and of these scores
+    "inkling": inkling(
+        sizes(hidden=40, layers=3),
+        heads(4, 2, 12),
+        window_heads(6, 2, 10),
+        experts(7, 2, 17, key="n_routed_experts"),
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        sliding_window_size=9,
+        d_rel=6,
+        rel_extent=13,
+        log_scaling_n_floor=8,
+        log_scaling_alpha=0.5,
+        n_shared_experts=2,
+        route_scale=2.5,
+        rms_norm_eps=1e-3,
+        seed=3,
+    ),
+    # inside of a model for images and sound
+    "inkling-odd": shape(
+        "Inkling",
+        sizes(hidden=33, layers=2, vocab=127),
+        heads(3, 1, 11),
+        window_heads(5, 5, 7),
+        experts(6, 3, 13, key="n_routed_experts"),
+        layer_types=["hybrid", "hybrid_sliding"],
+        mlp_layer_types=["dense", "sparse"],
+        sliding_window_size=5,
+        d_rel=3,
+        rel_extent=70,
+        conv_kernel_size=3,
+        n_shared_experts=1,
+        route_scale=1.5,
+        logits_mup_width_multiplier=2.0,
+        initializer_range=0.2,
+        beside_text=dict(
+            vision_config=dict(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, patch_size=4),
+            audio_config=dict(n_mel_bins=4, mel_vocab_size=5),
+        ),
+        seed=7,
+    ),
+}
+
 # Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
     "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
@@ -2041,11 +2095,11 @@ def chosen_by(router: Any, output: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the experts [T, K] in a router's output. That of Llama 4 has scores and logits, DBRX's only logits."""
     if isinstance(output, torch.Tensor):
         return output.topk(router.top_k, dim=-1).indices
-    if len(output) == 4:  # Zaya, whose last expert computes nothing
+    if hasattr(router, "balancing_biases"):  # Zaya, whose last expert computes nothing
         return (output[0].softmax(dim=-1) + router.balancing_biases).topk(router.top_k, dim=-1).indices
     if len(output) == 5:  # JetMoE, whose last are the logits
         return output[4].topk(router.top_k, dim=-1).indices
-    return output[2] if len(output) == 3 else output[1].topk(router.top_k, dim=-1).indices
+    return output[2] if len(output) >= 3 else output[1].topk(router.top_k, dim=-1).indices
 
 
 def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
@@ -2062,7 +2116,9 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
             elif "norm" in name and tensor.dim() == 1:
                 # Zeros are the initial weights of norms that are stored as differences from one.
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
-            elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale", "states_scale", "residual_scale")):
+            elif name.endswith(
+                ("layer_scalar", "router.scale", "per_expert_scale", "states_scale", "residual_scale", "global_scale")
+            ):
                 tensor.normal_(1.0, 0.2)
             elif name.endswith(("sinks", ".D")) or (name.endswith("A_log") and tensor.dim() == 2):
                 tensor.normal_(0.0, 1.0)
@@ -2150,6 +2206,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeText",
             "deepseek_ocr2_text": "DeepseekOcr2Text",
             "glm5_next_text": "Glm5Next",
+            "inkling_text": "InklingText",
         }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
         text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))

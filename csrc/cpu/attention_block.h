@@ -73,6 +73,11 @@ struct Tile {
   States states;
   void* weights;   // [queries, kBlock] as words, filled in `range`
   float* factors;  // [queries]: factors on the old values before new ones are added
+  // For each query, numbers [num_distances] that are added to its scores of positions at these distances before its own
+  // position, and the latter relative to the block; null: there are none. They are not multiplied by `factor`.
+  const void* const* biases = nullptr;
+  const int64_t* own_positions = nullptr;
+  int64_t num_distances = 0;
 };
 
 // The kernels for tiles with a certain number of queries.

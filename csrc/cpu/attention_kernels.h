@@ -192,6 +192,19 @@ MOESERVE_INLINE float scalar_exp2(float x) {
   return exp2_of_nonpositive<W, 6>(broadcast<W>(x))[0];
 }
 
+// Add the biases of a tile's queries to their scores, times `unit`.
+template <typename Element>
+MOESERVE_INLINE void add_biases(const Tile& tile, float unit) {
+  for (int r = 0; r < tile.num_queries; ++r) {
+    const auto* bias = elements_of<Element>(tile.biases[r]);
+    float* scores = tile.scores + r * kBlock;
+    const int64_t own = tile.own_positions[r];
+    const int64_t begin = std::max<int64_t>(tile.visible[r].begin, own - tile.num_distances + 1);
+    const int64_t end = std::min<int64_t>(tile.visible[r].end, own + 1);
+    for (int64_t at = begin; at < end; ++at) scores[at] += widen(bias[own - at]) * unit;
+  }
+}
+
 // Convert the scores of a tile to weights. The largest scores of all queries are found first. Otherwise the processor
 // would wait for each of them, because its window of instructions is shorter than the weights of one query. With
 // kScales, scores must still be multiplied by the tile's factor.
@@ -200,6 +213,7 @@ MOESERVE_INLINE void weigh(const Tile& tile) {
   using Products = typename L::Products;
   constexpr int W = L::W;
   const Range range = tile.range;
+  if (tile.biases != nullptr) add_biases<typename L::Element>(tile, kScales ? kLog2E / tile.factor : kLog2E);
   const Float<W> scale = broadcast<W>(kScales ? tile.factor : 1.0f);
   float* all_largest = tile.factors;  // until the factors are known
   for (int r = 0; r < tile.num_queries; ++r) {

@@ -66,6 +66,8 @@ struct Scratch {
   Buffer zeros;
   Buffer converted;
   Buffer visible;
+  Buffer biases;
+  Buffer own_positions;
   // Used by the calling thread on behalf of all threads.
   AttentionPlan plan;
   Buffer shared_states;
@@ -152,9 +154,11 @@ struct ItemContext {
   char* weights;
   float* scores;
   float* factors;
-  Range* visible;  // [queries], in the current block
-  Rows* rows;      // rows of the current block
-  Rows* ahead;     // rows of the next block
+  Range* visible;          // [queries], in the current block
+  const void** biases;     // [queries], or null
+  int64_t* own_positions;  // [queries], relative to the current block
+  Rows* rows;              // rows of the current block
+  Rows* ahead;             // rows of the next block
 
   int head_size() const { return static_cast<int>(step.head_size); }
   int value_size() const { return static_cast<int>(step.value_size); }
@@ -253,7 +257,11 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
   const int end = begin + num_rows * num_heads;
   for (int row = first_row, query = begin; row < first_row + num_rows; ++row) {
     const Range visible = visible_of(context, row, start);
-    for (int head = 0; head < num_heads; ++head) context.visible[query++] = visible;
+    const int64_t own = context.chunk.position + context.item.first_row + row - start;
+    for (int head = 0; head < num_heads; ++head, ++query) {
+      context.visible[query] = visible;
+      context.own_positions[query] = own;
+    }
   }
   const auto tile_of = [&](int query, int count) {
     const Range seen = join(context.visible[query], context.visible[query + count - 1]);
@@ -272,7 +280,10 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
                 context.scores,
                 tile_states,
                 context.weights + query * weights_bytes,
-                context.factors + query};
+                context.factors + query,
+                context.biases == nullptr ? nullptr : context.biases + query,
+                context.own_positions + query,
+                context.step.num_distances};
   };
 
   const Range range = whole_granules(context, join(context.visible[begin], context.visible[end - 1]));
@@ -416,8 +427,16 @@ void run_item(Job& job, size_t index) {
                       room.scores.at_least<float>(kernels.max_queries() * kBlock),
                       room.factors.at_least<float>(num_queries),
                       room.visible.at_least<Range>(num_queries),
+                      step.biases == nullptr ? nullptr : room.biases.at_least<const void*>(num_queries),
+                      room.own_positions.at_least<int64_t>(num_queries),
                       &rows[0],
                       &rows[1]};
+  if (step.biases != nullptr) {
+    const int64_t num_bytes = step.num_distances * element_bytes(step.type);
+    for_queries([&](int query, int64_t index) {
+      context.biases[query] = static_cast<const char*>(step.biases) + index * num_bytes;
+    });
+  }
   find_item_rows(context, chunk, item, first_start(step, chunk, item), *context.rows);
 
   const int64_t size = states_size(step, num_queries);

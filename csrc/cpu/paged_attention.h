@@ -19,6 +19,7 @@ struct PagedAttention {
   const BFloat16* key_scales;  // [num_blocks, G, block_size], or null: the caches have 8-bit floats (float8_rows.h)
   const BFloat16* value_scales;
   const float* sinks;           // [N] or null: an additional score of each query head, without a value
+  const void* biases;           // [T, N, num_distances] or null: added to scores, by the distance of the position
   const int32_t* block_table;   // [S, max_blocks]
   const int32_t* row_starts;    // [S + 1]
   const int32_t* context_lens;  // [S]
@@ -39,14 +40,15 @@ struct PagedAttention {
   // The maximum number of positions that a row attends to, including its own; 0: no limit. If negative, positions are
   // divided into chunks of -window, and a row attends only to its own chunk.
   int64_t window;
+  int64_t num_distances;  // of biases; positions further away have none
 };
 
 // Fill `out`. Row i of a chunk with R rows and context length C is at position C - R + i, and attends to the positions
 // up to its own. Rows outside of all chunks, and rows with a negative position, get zeros.
 //
-// The bytes of a row depend on its query, keys and values, on the sinks, on `whole_group_size` and on the instruction
-// set. They do not depend on the batch, on the division of the request into chunks, on the number of threads, on the
-// block size, or on the heads of this rank.
+// The bytes of a row depend on its query, keys and values, on the sinks and biases, on `whole_group_size` and on the
+// instruction set. They do not depend on the batch, on the division of the request into chunks, on the number of
+// threads, on the block size, or on the heads of this rank.
 //
 // Scores, weights and sums are float32. With bfloat16 elements and AVX-512 BF16 or AMX, weights are rounded to bfloat16
 // before they are multiplied with values, and the rounded weights are summed.

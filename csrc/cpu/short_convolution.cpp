@@ -24,6 +24,7 @@ MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk,
     taps[tap] = load_lanes<W>(step.taps + tap * step.num_channels + first, count);
   }
   const Float<W> bias = step.bias == nullptr ? Float<W>{} : load_lanes<W>(step.bias + first, count);
+  const Float<W> scale = broadcast<W>(step.scale == nullptr ? 1.0f : *step.scale);
   const int64_t load_row = chunks.load[chunk];
   for (int tap = 0; load_row >= 0 && tap < num_before; ++tap) {
     history[tap] = load_lanes<W>(history_at(load_row, tap), count);
@@ -51,7 +52,7 @@ MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk,
       const Float<W> gated = sum * load_lanes<W>(row + step.num_channels, count);
       store_lanes<W>(static_cast<Element*>(step.out) + place, gated, count);
     } else if (step.is_linear) {
-      store_lanes<W>(static_cast<Element*>(step.out) + place, sum, count);
+      store_lanes<W>(static_cast<Element*>(step.out) + place, sum * scale, count);
     } else {
       store_lanes<W>(static_cast<float*>(step.out) + place, silu<W>(sum), count);
     }

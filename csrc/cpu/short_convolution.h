@@ -21,6 +21,7 @@ struct ShortConvolution {
   const float* bias;   // [C], or null
   void* states;        // [rows, W - 1, C]: the last inputs, oldest first
   void* out;           // [T, C]: SiLU of the convolution in float32; gated or linear: without SiLU, in the input's type
+  const float* scale;  // [1], of linear outputs; null: they are not scaled
   int64_t num_channels;
   int num_taps;
   bool is_gated;

@@ -65,6 +65,25 @@ class RMSNorm(nn.Module):
             yield at("weight"), whole(self.weight, offset=at.norm_offset)
 
 
+class NormAfterEmbedding(nn.Module):
+    """The norm before the first network of a model whose embedded tokens are normalised as well."""
+
+    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext, form: RowsForm = "plain") -> None:
+        super().__init__()
+        self.of_embedding = RMSNorm(hidden_size, epsilon, context)
+        self.norm = RMSNorm(hidden_size, epsilon, context, form)
+
+    def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Any]:
+        """Return the normalised embedded tokens, and the norm of these."""
+        assert update_TD is None
+        return self.norm.after_adding(None, self.of_embedding(hidden_TD))
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of both weights."""
+        yield from self.of_embedding.rows(at.under("embedding"))
+        yield from self.norm.rows(at)
+
+
 class LayerNorm(nn.Module):
     """Scales each row to mean zero and unit variance, then by a learned weight per column, and adds a bias.
 

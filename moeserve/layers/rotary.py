@@ -231,8 +231,9 @@ def constant_factor(dim: int, factor: float) -> RotaryConfig:
 class TemperatureConfig:
     """The factor of a query at position p: 1 + weight * ln(1 + floor((p + offset) / length)) (arXiv 2501.19399).
 
-    If `is_power`, it is (1 + (p + offset) / length) ** weight (Beam). A temperature has the form of a rotation by an
-    angle of zero, whose cosines are the factor.
+    If `is_power`, it is (1 + (p + offset) / length) ** weight (Beam), and if `is_continuous`, it is
+    1 + weight * ln(max(1, (p + offset) / length)) (Inkling). A temperature has the form of a rotation by an angle of
+    zero, whose cosines are the factor.
     """
 
     dim: int  # even number of values of a query
@@ -240,11 +241,14 @@ class TemperatureConfig:
     length: int
     offset: int = 0
     is_power: bool = False
+    is_continuous: bool = False
 
     def at(self, positions_T: Tensor) -> Rotation:
         lengths_T = (positions_T.to(torch.float32) + self.offset) / self.length
         if self.is_power:
             factors_T = (self.weight * torch.log1p(lengths_T)).exp()
+        elif self.is_continuous:
+            factors_T = 1.0 + self.weight * lengths_T.clamp(min=1.0).log()
         else:
             factors_T = 1.0 + self.weight * torch.log1p(torch.floor(lengths_T))
         cosines_TF = factors_T[:, None].repeat(1, self.dim // 2)

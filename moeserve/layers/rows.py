@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -91,6 +91,14 @@ def some_rows(memory: Tensor, share: slice, num_rows: int, owner: AnyWeights | N
 def some_columns(memory: Tensor, share: slice, num_columns: int, owner: AnyWeights | None = None) -> Destination:
     """Return the destination [rows, columns] of some of a matrix's `num_columns` columns."""
     return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share), owner)
+
+
+def residual_taps(name: str, taps_WC: Tensor, share: slice, num_channels: int) -> Iterator[Row]:
+    """Yield the rows of the taps of a convolution of some channels whose input is added to its output."""
+    num_taps = len(taps_WC)
+    for part, offset in ((slice(0, num_taps - 1), 0.0), (slice(num_taps - 1, num_taps), 1.0)):
+        memory = taps_WC[part].T[:, None]
+        yield name, Destination(memory, (num_channels, 1, num_taps), (share, slice(0, 1), part), offset=offset)
 
 
 def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: AnyWeights) -> Destination:

@@ -94,6 +94,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     logits_cap: float | None = None  # see OutputHead
     has_head_bias: bool = False
+    num_stored_tokens: int | None = None  # rows of embedding and perhaps head in a checkpoint, if more than are used
     num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
     draft_layer: Layer | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
     draft_shares_norm: bool = False  # the norm behind the MTP layer is that of the decoder (ERNIE)

@@ -49,15 +49,20 @@ def destinations(model: Decoder, norm_offset: float, stored: Mapping[str, tuple[
 def _rows_of(model: Decoder, norm_offset: float, stored: Mapping[str, tuple[int, ...]]) -> Iterator[Row]:
     at = At("model", stored, norm_offset)
     embedding, head, vocab_size = model.embedding, model.head, model.config.vocab_size
+
+    def num_tokens(name: str) -> int:
+        return vocab_size if model.config.num_stored_tokens is None else stored[name][0]
+
     if embedding is not None:
-        yield at("embed_tokens.weight"), some_rows(embedding.weight, embedding.share, vocab_size)
+        name = at("embed_tokens.weight")
+        yield name, some_rows(embedding.weight, embedding.share, num_tokens(name))
     if model.last is not None:
         yield from model.last.rows(at, "norm", "")
     for log_factors_F in model.rotaries.learned_factors:
         yield at("rotary_emb.alpha"), whole(log_factors_F)
     if head is not None and not head.weights.is_borrowed:
         name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
-        yield name, some_rows(head.weight, head.share, vocab_size, head.weights)
+        yield name, some_rows(head.weight, head.share, num_tokens(name), head.weights)
     if head is not None and head.bias is not None:
         yield "lm_head.bias", some_rows(head.bias, head.share, vocab_size)
     if model.draft_input is not None:

@@ -91,6 +91,7 @@ NEWER = (
     "glm5-next",
     "minimax-m3",
     "zaya-odd",
+    "inkling",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
@@ -116,6 +117,7 @@ def test_tokens_of_transformers(
     keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
     of_experts = getattr(text, "ffn_config", text)
     top_k = next(getattr(of_experts, key) for key in keys if hasattr(of_experts, key))
+    top_k += text.n_shared_experts if name == "inkling" else 0  # which the router chooses for each token
     worker_groups.check_counts(stories, tp, top_k)
     check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
     check_results(reference, stories, play(ranks, reference, 1, 1, dispatcher="local"))

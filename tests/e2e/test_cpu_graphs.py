@@ -84,6 +84,7 @@ def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
         "minimax",
         "jetmoe",
         "glm5-next",
+        "inkling",
     ],
 )
 def test_replayed_steps_equal_eager_steps(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:

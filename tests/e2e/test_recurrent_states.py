@@ -88,6 +88,9 @@ LAYOUTS = [
     ("glm5-next", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     ("glm5-next", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 33}),
     ("glm5-next-odd", {"data_parallel_size": 2, "max_num_seqs": 2, "max_num_batched_tokens": 7}),
+    ("inkling", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ("inkling", {"pipeline_parallel_size": 3, "max_num_batched_tokens": 33}),
+    ("inkling-odd", {"data_parallel_size": 2, "max_num_seqs": 2, "max_num_batched_tokens": 7}),
 ]
 
 

@@ -305,6 +305,19 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
     (("glm5-next",), "linear_lower_bound", (0, 1.0, "low")),
     *((("glm5-next",), f"linear_{key}", NOT_AN_INTEGER) for key in ("num_heads", "head_dim", "conv_kernel_dim")),
     (("glm5-next",), "swiglu_limit", NOT_A_NUMBER),
+    *(
+        (("inkling",), key, NOT_AN_INTEGER)
+        for key in ("d_rel", "rel_extent", "sliding_window_size", "n_shared_experts")
+    ),
+    *((("inkling",), f"swa_{key}", NOT_AN_INTEGER) for key in ("num_attention_heads", "head_dim")),
+    (("inkling",), "swa_num_key_value_heads", (*NOT_AN_INTEGER, 4)),
+    (("inkling",), "d_rel", (7,)),
+    (("inkling",), "conv_kernel_size", (*NOT_AN_INTEGER, 1, 9)),
+    (("inkling",), "layer_types", (["hybrid"], "hybrid")),
+    (("inkling",), "mlp_layer_types", (["dense"], "sparse")),
+    (("inkling",), "shared_expert_sink", (False,)),
+    *((("inkling",), key, NOT_A_NUMBER) for key in ("route_scale", "log_scaling_alpha", "logits_mup_width_multiplier")),
+    (("inkling",), "unpadded_vocab_size", (0, "all")),
 ]
 
 # Values of rope_scaling.

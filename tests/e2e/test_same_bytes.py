@@ -25,6 +25,7 @@ FAMILIES = (
     "minimax",
     "jetmoe", "zaya",
     "glm5-next",
+    "inkling",
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
 Results = list[tuple[Any, ...]]  # tokens and log-probabilities of each request

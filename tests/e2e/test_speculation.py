@@ -100,6 +100,7 @@ def test_mixed_requests_have_the_same_bytes(
         *("qwen3-next", "lfm2-moe", "kimi-linear", "granite-hybrid", "jamba", "minimax", "zaya"),
         *("deepseek-v3", "deepseek-v4", "gpt-oss"),
         "glm5-next",
+        "inkling",
     ],
 )
 def test_other_layers_verify_drafts(name: str, reference_named: Callable[[str], Reference]) -> None:

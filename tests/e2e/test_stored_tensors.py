@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_models import Reference
+from reference_models import SHAPES, Reference, make_reference
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
@@ -229,6 +230,13 @@ def test_a_whole_file_is_used_beside_an_index_of_shards_that_are_gone(
     assert any("names shards that are not there" in each for each in caplog.messages)
 
 
+def test_rows_of_embedding_and_head_beyond_the_vocabulary_are_not_used(tmp_path: Path) -> None:
+    shape = SHAPES["inkling"]
+    shape = dataclasses.replace(shape, settings=shape.settings | dict(unpadded_vocab_size=90))
+    reference = make_reference(tmp_path, shape)
+    assert_serves(tmp_path, reference, dtype="float32")
+
+
 # --- forms that transformers saves
 
 
@@ -271,6 +279,7 @@ OWN_FORMS = [
     "hunyuan",
     "hy-v3",
     "hy-v4",
+    "inkling",
     "jamba",
     "jetmoe",
     "kimi-k25",

@@ -40,6 +40,7 @@ class Shape:
     scale: float | None = None
     whole_group_size: int | None = None  # None: N / G
     value_size: int | None = None  # None: as large as a key
+    num_distances: int | None = None  # of biases; None: there are none
 
     @property
     def group_size(self) -> int:
@@ -58,6 +59,7 @@ class Case:
     keys_CGH: list[Tensor]  # per chunk, the same keys and values without blocks
     values_CGL: list[Tensor]
     sinks_N: Tensor | None
+    biases_TNE: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -106,7 +108,10 @@ def make_case(
     # Large enough for a share of the weights of short and of long contexts.
     sinks_N = torch.randn(shape.num_heads, generator=generator) * 3 + 4 if shape.with_sinks else None
     value_cache = value_cache if shape.latent_size is None else key_cache
-    return Case(shape, step, wide_TNH[..., 7:], key_cache, value_cache, keys, values, sinks_N)
+    biases_TNE = None
+    if shape.num_distances is not None:
+        biases_TNE = draw(len(step.token_ids), shape.num_heads, shape.num_distances)
+    return Case(shape, step, wide_TNH[..., 7:], key_cache, value_cache, keys, values, sinks_N, biases_TNE)
 
 
 @functools.cache
@@ -152,6 +157,11 @@ def expected_attention(case: Case) -> tuple[Tensor, Tensor]:
             first = 0 if case.shape.window is None else first_visible(last, case.shape.window)
             query_GnH = case.query_TNH[span.first_row + i].double().unflatten(0, (case.shape.num_kv_heads, -1))
             scores_GnC = torch.einsum("gnh,cgh->gnc", query_GnH, keys[first : last + 1]) * case.scale
+            if case.biases_TNE is not None:
+                nearest_NE = case.biases_TNE[span.first_row + i, :, : last + 1 - first].double()
+                biases_NC = torch.zeros(len(nearest_NE), last + 1 - first, dtype=torch.float64)
+                biases_NC[:, last + 1 - first - nearest_NE.shape[1] :] = nearest_NE.flip(1)
+                scores_GnC += biases_NC.view_as(scores_GnC)
             if case.sinks_N is not None:
                 sinks_Gn1 = case.sinks_N.double().view(*scores_GnC.shape[:2], 1)
                 scores_GnC = torch.cat([scores_GnC, sinks_Gn1], dim=-1)
@@ -176,7 +186,7 @@ def attention_of(backend: Backend, shape: Shape) -> Callable[[Case, int | None],
         return lambda case, max_rows: latent.attend(case.query_TNH, case.key_cache[:, 0], case.step, max_rows)
     paged = attention_ops.make(backend, attention_shape(shape))
     return lambda case, _: paged.attend(
-        case.query_TNH, KeyValueCache(case.key_cache, case.value_cache), case.step, case.sinks_N
+        case.query_TNH, KeyValueCache(case.key_cache, case.value_cache), case.step, case.sinks_N, case.biases_TNE
     )
 
 
@@ -224,13 +234,15 @@ def heads_of_rank(case: Case, rank: int, num_ranks: int) -> Case:
         key_cache=key_cache,
         value_cache=key_cache if shape.latent_size is not None else case.value_cache[:, kv_heads].contiguous(),
         sinks_N=None if case.sinks_N is None else case.sinks_N[heads],
+        biases_TNE=None if case.biases_TNE is None else case.biases_TNE[:, heads].contiguous(),
     )
 
 
 def with_step(case: Case, lengths: list[tuple[int, int]], rows: list[int] | slice) -> Case:
     """Return a step of other chunks of the same requests, with these rows of the queries, over the same caches."""
     step = make_step(lengths, case.step.block_table.tolist(), case.key_cache.shape[2])
-    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows])
+    biases_TNE = None if case.biases_TNE is None else case.biases_TNE[rows]
+    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows], biases_TNE=biases_TNE)
 
 
 def only_chunk(case: Case, chunk: int) -> Case:
@@ -240,4 +252,5 @@ def only_chunk(case: Case, chunk: int) -> Case:
         [(span.num_rows, span.context_len)], [case.step.block_table[chunk].tolist()], case.key_cache.shape[2]
     )
     rows = slice(span.first_row, span.first_row + span.num_rows)
-    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows])
+    biases_TNE = None if case.biases_TNE is None else case.biases_TNE[rows]
+    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows], biases_TNE=biases_TNE)

@@ -57,6 +57,8 @@ SHAPES = {
     "smaller values, odd sizes": Shape(3, 1, 21, value_size=9),
     "groups of 40: longer partitions": Shape(40, 1, 24, with_sinks=True),
     "a group in several items": Shape(110, 1, 16),
+    "biases of near positions": Shape(6, 2, 64, num_distances=170),
+    "window and biases": Shape(10, 2, 24, window=70, num_distances=70),
     "latent, 16 heads": Shape(16, 1, 320, latent_size=256),
     "latent, 35 heads, odd sizes": Shape(35, 1, 39, latent_size=33),
     "latent, 128 heads": Shape(128, 1, 32, latent_size=24),
@@ -215,7 +217,9 @@ def test_nan_and_infinity_reach_only_rows_that_attend_to_them(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", ["groups of 3", "window and sinks", "latent, 35 heads, odd sizes"])
+@pytest.mark.parametrize(
+    "shape", ["groups of 3", "window and sinks", "biases of near positions", "latent, 35 heads, odd sizes"]
+)
 def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(backend: Backend, shape: str, dtype: torch.dtype) -> None:
     lengths = [(1, 1), (1, 63), (3, 500), (1, 1300), (20, 90), (1, 256), (8, 1030), (1, 257)]
     case = make_case(lengths, SHAPES[shape], dtype=dtype)
@@ -241,7 +245,11 @@ def test_threads_do_not_change_a_byte(native: Backend, lengths: list[tuple[int, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [Shape(8, 4, 64), Shape(64, 2, 24, with_sinks=True), Shape(128, 1, 48, latent_size=40)]
+    "shape",
+    [
+        *(Shape(8, 4, 64), Shape(64, 2, 24, with_sinks=True), Shape(128, 1, 48, latent_size=40)),
+        Shape(16, 4, 24, num_distances=600),
+    ],
 )
 def test_ranks_that_divide_the_heads_change_no_byte(native: Backend, shape: Shape, dtype: torch.dtype) -> None:
     """Also if several ranks have the same key-value head, and so fewer heads that read it than one rank has."""

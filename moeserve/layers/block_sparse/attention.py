@@ -50,7 +50,7 @@ class BlockSparseConfig(NetworkConfig):
         return Needs(fits_float8_cache=False, without_gpu_kernels="block-sparse attention")
 
     def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks]:
-        return self.attention.cache_rules(block_size)
+        return (self.attention.key_value_rule(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can divide the heads, and each indexer's head is with all its heads on a rank."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moeserve.layers.context import ModelContext
 from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
-from moeserve.layers.rows import At, Row, some_columns, some_rows
+from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_columns, some_rows
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import products
 from moeserve.ops.rows.activations import Activation, num_parts_of
@@ -54,6 +54,12 @@ class MLP(nn.Module):
             width: inner values of all shares together.
         """
         num_parts, share = self.gate_up.open.num_parts, self.width
+        if at.has("in_turns.gate_up_proj.weight"):  # rows of gate and up in turn (Inkling)
+            memory = self.gate_up.open.weight_eOI[0].unflatten(0, (2, -1)).transpose(0, 1)
+            shape, own = (2 * width, memory.shape[2]), rows_of_heads(share, 2)
+            yield at("in_turns.gate_up_proj.weight"), Destination(memory, shape, (own,), self.gate_up)
+            yield at("down_proj.weight"), some_columns(self.down.weight, share, width, self.down.weights)
+            return
         inner = self.gate_up.open.weight_eOI[0].chunk(num_parts)
         for part, (name, memory) in enumerate(zip(("gate_proj", "up_proj")[-num_parts:], inner, strict=True)):
             if at.has("gate_up_proj.weight"):  # gates before ups

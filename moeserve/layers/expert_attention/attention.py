@@ -65,7 +65,7 @@ class ExpertAttentionConfig(NetworkConfig):
 
     def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks]:
         """Return the rule of keys and values."""
-        return self.heads.cache_rules(block_size)
+        return (self.heads.key_value_rule(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if the key-value heads can be divided evenly over this many tp ranks."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
-from moeserve.kv.rules import KeepAll, KeepWindow, RuleOfBlocks
+from moeserve.kv.rules import AnyRule, KeepAll, KeepState, KeepWindow, RuleOfBlocks
 from moeserve.layers.context import ModelContext
+from moeserve.layers.grouped_query.convolution import KeyValueConvolution
+from moeserve.layers.grouped_query.relative import RelativeConfig, RelativeScores
 from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
-from moeserve.layers.norm import RMSNorm, RowsForm
+from moeserve.layers.norm import NormAfterEmbedding, RMSNorm, RowsForm
 from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
 from moeserve.layers.rows import At, Row, rows_of_heads, some_rows
 from moeserve.layers.weights import AnyWeights, QuantizationLimits
@@ -60,6 +63,9 @@ class AttentionConfig(NetworkConfig):
     has_biased_gate: bool = False  # as `has_gate`, with a bias for each head; the gate is named by `gate_name` (Beam)
     has_softplus_gates: bool = False  # softpluses instead of the sigmoids of both (Laguna)
     gate_name: str | None = None  # of its tensor; None: that of the queries, by head the query's rows, then the gate's
+    relative: RelativeConfig | None = None  # scores by distance, which are added to the others (Inkling)
+    num_taps: int | None = None  # tokens that a convolution of keys and values spans; None: there is none
+    follows_embedding: bool = False  # the embedded tokens are normalised before the first layer's norm
 
     @property
     def value_size(self) -> int:
@@ -79,12 +85,28 @@ class AttentionConfig(NetworkConfig):
     @property
     def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
         """All that the layer reads of positions."""
-        others = (NO_ROTARY if self.rotates_first else None, self.value_rotary, self.temperature)
+        of_scores = None if self.relative is None else self.relative.temperature
+        others = (NO_ROTARY if self.rotates_first else None, self.value_rotary, self.temperature, of_scores)
         return (self.rotary, *(rotary for rotary in others if rotary is not None))
 
-    def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks]:
+    @property
+    def needs(self) -> Needs:
+        is_plain = self.relative is None and self.num_taps is None
+        return Needs(without_gpu_kernels=None if is_plain else "attention with scores by distance or with convolutions")
+
+    def key_value_rule(self, block_size: int) -> RuleOfBlocks:
         """Return the rule of keys and values."""
-        return (KeepAll() if self.window is None else KeepWindow(abs(self.window), block_size),)
+        return KeepAll() if self.window is None else KeepWindow(abs(self.window), block_size)
+
+    def cache_rules(self, block_size: int) -> tuple[AnyRule, ...]:
+        """Return the rule of keys and values, and of the states of their convolution."""
+        rule = self.key_value_rule(block_size)
+        return (rule,) if self.num_taps is None else (rule, KeepState.of_blocks(block_size))
+
+    def entry_norm(self, build: Build) -> nn.Module | None:
+        if not self.follows_embedding:
+            return None
+        return NormAfterEmbedding(build.hidden_size, build.norm_epsilon, build.context)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
@@ -128,8 +150,7 @@ class Attention(OverTP):
         assert not (config.values_are_keys and (config.has_gate or config.value_dim is not None))
         self.projected_sizes = [query_size, key_size] + [value_size] * (not config.values_are_keys)
         self.projected_sizes += [output_size] * config.has_gate
-        num_chunks = num_input_chunks(config.can_divide)
-        share = share_inputs(config.num_heads * config.value_size, num_chunks, context)
+        share = share_inputs(config.num_heads * config.value_size, num_input_chunks(config.can_divide), context)
         starts = self.heads.start * config.head_dim, *(self.kv_heads.start * size for size in config.kv_sizes)
         # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
         limits = QuantizationLimits(8, (*starts, *itertools.accumulate(self.projected_sizes[:3])))
@@ -138,15 +159,16 @@ class Attention(OverTP):
         )
         self.query_norm = _norm(config, self.heads, config.num_heads, norm_epsilon, context)
         self.key_norm = _norm(config, self.kv_heads, config.num_kv_heads, norm_epsilon, context)
-        self.value_norm: RMSNorm | None = None
-        if config.normalizes_values:
-            self.value_norm = RMSNorm(config.value_size, norm_epsilon, context, has_weight=False)
+        has_norm = config.normalizes_values
+        self.value_norm = RMSNorm(config.value_size, norm_epsilon, context, has_weight=False) if has_norm else None
         self.head_gates: Linear | None = None
         if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
         elif config.has_biased_gate:
             limits = QuantizationLimits(cuts=(self.heads.start * config.value_size,))
             self.head_gates = Linear(hidden_size, output_size, context, has_bias=True, limits=limits)
+        self.relative = _relative_scores(config, self.heads, hidden_size, context)
+        self.convolution = _convolution(config, self.kv_heads, context)
         gate_rows = rows.make(context.backend).gate_rows
         self._gate_rows = functools.partial(gate_rows, is_softplus=config.has_softplus_gates)
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
@@ -175,16 +197,18 @@ class Attention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        return key_value_items(self.config, self.kv_heads, self.context)
+        items = key_value_items(self.config, self.kv_heads, self.context)
+        return items if self.convolution is None else (*items, self.convolution.items)
 
     def make_cache(self, places: Places) -> KeyValueCache:
-        return make_key_value_cache(self.config, self.num_kv_heads, places, self.context)
+        cache = make_key_value_cache(self.config, self.num_kv_heads, places, self.context)
+        return cache if self.convolution is None else replace(cache, inputs=self.convolution.make_inputs(places))
 
     @property
     def gathered_form(self) -> RowsForm:
         if not self.query_key_value.weights.is_in_blocks:
             return "plain"
-        return "float8" if self.head_gates is None else "both"
+        return "float8" if self.head_gates is None and self.relative is None else "both"
 
     def rows(self, at: At) -> Iterator[Row]:
         config, size, fused = self.config, self.config.head_dim, self.query_key_value
@@ -223,6 +247,9 @@ class Attention(OverTP):
         for name, norm in (("q_norm", self.query_norm), ("k_norm", self.key_norm)):
             if not isinstance(norm, nn.Identity):
                 yield from norm.rows(at.under(name))
+        for part in (self.relative, self.convolution):
+            if part is not None:
+                yield from part.rows(at)
         outputs, num_outputs = rows_of_heads(self.heads, config.value_size), config.num_heads * config.value_size
         gates = self.head_gates
         if gates is not None and gates.bias is not None:
@@ -235,7 +262,9 @@ class Attention(OverTP):
 
     def partial_sum(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
         query_TNH, projected = self.write(hidden_TD, run, cache)
-        attended_TX = self.backend.attend(query_TNH, cache, run.step.of_group(cache.group), self.sinks).flatten(1)
+        biases_TNE = None if self.relative is None else self.relative(hidden_TD, run.rotations)
+        step = run.step.of_group(cache.group)
+        attended_TX = self.backend.attend(query_TNH, cache, step, self.sinks, biases_TNE).flatten(1)
         if self.head_gates is not None:
             gates = self.head_gates(self.head_gates.weights.input_of(hidden_TD))
             gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
@@ -245,7 +274,13 @@ class Attention(OverTP):
     def write(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Write keys and values to the cache. Return the queries [T, N, H], and all that is projected."""
         step, rotations = run.step.of_group(cache.group), run.rotations
-        projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
+        together = self.query_key_value(hidden_TD)
+        projected: tuple[Tensor, ...] = together.split(self.projected_sizes, dim=-1)
+        if self.convolution is not None:
+            assert cache.inputs is not None
+            first, length = self.projected_sizes[0], sum(self.projected_sizes[1:3])
+            mixed = self.convolution(together[:, first : first + length], cache.inputs, step)
+            projected = (projected[0], *mixed, *projected[3:])
         num_tokens, head_dim = len(hidden_TD), self.config.head_dim
         query_TNH = projected[0].view(num_tokens, self.num_heads, head_dim)
         key_TGH = projected[1].view(num_tokens, self.num_kv_heads, head_dim)
@@ -272,7 +307,7 @@ def key_value_items(config: AttentionConfig, kv_heads: slice, context: ModelCont
     """Return the items of a layer that has these key-value heads on this rank."""
     num_elements, num_bytes = sum(config.kv_sizes), context.dtype.itemsize
     bytes_of_head = num_elements + 2 * torch.bfloat16.itemsize if context.has_float8_cache else num_elements * num_bytes
-    (rule,) = config.cache_rules(context.block_size)
+    rule = config.key_value_rule(context.block_size)
     heads = CacheDivision(1, (range(kv_heads.start, kv_heads.stop),))
     divisions = (heads,) * (4 if context.has_float8_cache else 2)
     return (CacheItems(rule, context.block_size * _length(kv_heads) * bytes_of_head, divisions),)
@@ -282,7 +317,7 @@ def make_key_value_cache(
     config: AttentionConfig, num_kv_heads: int, places: Places, context: ModelContext
 ) -> KeyValueCache:
     """Return the cache of a layer with `num_kv_heads` on this rank."""
-    (rule,) = config.cache_rules(places.block_size)
+    rule = config.key_value_rule(places.block_size)
     group = places.group_of(rule)
     shape = (places.tables[group].num_places, num_kv_heads, places.block_size)
     dtype = torch.uint8 if context.has_float8_cache else context.dtype
@@ -332,6 +367,20 @@ def _norm(
     if config.normalized == "head":
         return RMSNorm(config.head_dim, epsilon, context, has_weight=config.has_norm_weights)
     return TokenNorm(heads, num_heads, config.head_dim, epsilon, context)
+
+
+def _relative_scores(
+    config: AttentionConfig, heads: slice, hidden_size: int, context: ModelContext
+) -> RelativeScores | None:
+    if config.relative is None:
+        return None
+    return RelativeScores(config.relative, heads, config.num_heads, hidden_size, context)
+
+
+def _convolution(config: AttentionConfig, kv_heads: slice, context: ModelContext) -> KeyValueConvolution | None:
+    if config.num_taps is None:
+        return None
+    return KeyValueConvolution(config.num_taps, kv_heads, config.num_kv_heads, config.kv_sizes, context)
 
 
 def _kv_heads_of(heads: slice, config: AttentionConfig) -> slice:

@@ -39,6 +39,7 @@ class MoEConfig(FeedForwardConfig):
     activation: Activation = SwiGLU()
     has_expert_bias: bool = False
     has_output_bias: bool = False  # a bias of the output; the router's weights sum to one, so each expert adds it
+    num_fixed: int = 0  # the last experts, stored as shared ones: the router chooses them for each token (Inkling)
     may_lack_correction: bool = False  # a checkpoint may lack the router's correction, which is then zero
     shared: SharedExpertsConfig | None = None
     averages_shared: bool = False  # the output is half the sum of routed and shared experts (Cohere)
@@ -159,7 +160,8 @@ class MoELayer(Network):
         Args:
             router_factor: multiplies the stored weights of the router.
         """
-        yield from self.router.rows(at.under("gate"), router_factor, self.config.may_lack_correction)
+        config = self.config
+        yield from self.router.rows(at.under("gate"), router_factor, config.may_lack_correction, config.num_fixed)
         if self.shared_experts is not None:
             yield from self.shared_experts.rows(at)
         for linear, name in ((self.to_latent, "to_latent"), (self.from_latent, "from_latent")):

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.layers.rows import At, Row, some_columns, some_rows, whole
+from moeserve.layers.rows import At, Destination, Row, some_columns, some_rows, whole
 from moeserve.ops import pairs, routing
 from moeserve.ops.routing.interface import RouterConfig
 from moeserve.step_inputs import StepInputs
+
+ALWAYS = 1e30  # the correction of an expert that is always chosen
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,13 @@ class Router(nn.Module):
         self.gather = pairs.make(context.backend).gather
         self.kernel = routing.make(context.backend, config)
 
-    def rows(self, at: At, factor: float = 1.0, may_lack_correction: bool = False) -> Iterator[Row]:
+    def rows(self, at: At, factor: float = 1.0, may_lack_correction: bool = False, num_fixed: int = 0) -> Iterator[Row]:
         """Yield the rows of its weights, which are whole on every rank.
 
         Args:
             factor: multiplies the stored weights.
             may_lack_correction: a correction that is not stored is zero.
+            num_fixed: the last experts, which have no stored correction, but are always chosen.
         """
         if at.has("transposed"):  # [hidden size, experts]
             yield at("transposed"), whole(self.weight.T, factor=factor)
@@ -66,7 +69,14 @@ class Router(nn.Module):
             yield at("bias"), whole(self.bias)
         if self.correction is not None:
             name, correction_E = "e_score_correction_bias", self.correction
-            if may_lack_correction and not at.has(name):  # zero times a stored column
+            if num_fixed:  # the largest corrections: zero times a stored column, plus a number
+                num_experts, num_inputs = self.weight.shape
+                num_routed = num_experts - num_fixed
+                yield at(name), whole(correction_E[:num_routed])
+                place = slice(num_routed, num_experts), slice(0, 1)
+                memory = correction_E[num_routed:, None]
+                yield at("weight"), Destination(memory, (num_experts, num_inputs), place, offset=ALWAYS, factor=0.0)
+            elif may_lack_correction and not at.has(name):  # zero times a stored column
                 zeros = some_columns(correction_E[:, None], slice(0, 1), self.weight.shape[1])
                 yield at("weight"), dataclasses.replace(zeros, factor=0.0)
             else:

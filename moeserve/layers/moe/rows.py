@@ -6,6 +6,8 @@
   gates have `up_proj` [experts, width, hidden] instead;
 - transposed: `experts.gate_up_proj` [experts, hidden, 2 * width], and `experts.down_proj` [experts, width, hidden];
 - interleaved: the same shapes under `experts.interleaved`, with outputs of gate and up in turn;
+- in turns: `experts.in_turns.gate_up_proj` [experts, 2 * width, hidden], with rows of gate and up in turn, and
+  `down_proj` as in fused ones;
 - one below the other: `experts.below.gate_proj` [experts * width, hidden], `up_proj`, and `down_proj` transposed.
 """
 
@@ -32,6 +34,11 @@ def expert_rows(at: At, moe: MoELayer) -> Iterator[Row]:
         at: the place of the experts.
     """
     num_parts = moe.experts.gate_up.open.num_parts
+    if moe.config.num_fixed:
+        num_routed = moe.placement.num_logical - moe.config.num_fixed
+        yield from _some_fused(at, moe, range(num_routed))
+        yield from _some_fused(at.under("fixed"), moe, range(num_routed, moe.placement.num_logical))
+        return
     fused = "gate_up_proj" if num_parts == 2 else "up_proj"
     if at.has(f"0.{GATE_UP[-1]}.weight"):
         yield from _separate(at, moe)
@@ -106,6 +113,38 @@ def _fused(at: At, moe: MoELayer) -> Iterator[Row]:
         shape = num_experts, hidden_size, width
         place = Destination(down.open.weight_eOI[slot : slot + 1], shape, (one, slice(0, hidden_size), share), down)
         yield at("down_proj"), place
+
+
+def _some_fused(at: At, moe: MoELayer, experts: range) -> Iterator[Row]:
+    """Yield the rows of some experts: fused, with the rows of gate and up in turns, or with gates and ups apart."""
+    gate_up, down, share, width = moe.experts.gate_up, moe.experts.down, moe.experts.width, moe.config.expert_width
+    hidden_size = down.shape[1]
+    gates_ups = gate_up.open.weight_eOI.unflatten(1, (2, -1))
+    table: list[tuple[str, Tensor, int, slice, AnyWeights]]
+    if at.has("in_turns.gate_up_proj"):
+        at = at.under("in_turns")
+        table = [("gate_up_proj", gates_ups.transpose(1, 2), 2 * width, rows_of_heads(share, 2), gate_up)]
+    elif at.has("gate_proj"):
+        gate, up = gates_ups.unbind(1)
+        table = [("gate_proj", gate, width, share, gate_up), ("up_proj", up, width, share, gate_up)]
+    else:
+        table = [
+            ("gate_up_proj", part, 2 * width, slice(first + share.start, first + share.stop), gate_up)
+            for first, part in zip((0, width), gates_ups.unbind(1), strict=True)
+        ]
+    for name in {"down_proj", *(name for name, *_ in table)}:
+        yield at(name), None
+    for slot, expert in enumerate(moe.local_experts):
+        if expert not in experts:
+            continue
+        one = slice(expert - experts.start, expert - experts.start + 1)
+        for name, memory, num_rows, rows, owner in table:
+            yield (
+                at(name),
+                Destination(memory[slot : slot + 1], (len(experts), num_rows, hidden_size), (one, rows), owner),
+            )
+        shape, parts = (len(experts), hidden_size, width), (one, slice(0, hidden_size), share)
+        yield at("down_proj"), Destination(down.open.weight_eOI[slot : slot + 1], shape, parts, down)
 
 
 def _stacked(at: At, moe: MoELayer) -> Iterator[Row]:

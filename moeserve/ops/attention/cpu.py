@@ -43,7 +43,12 @@ class CpuAttention:
         return self._apply_rope(query_TNH, rotation)
 
     def attend(
-        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+        self,
+        query_TNH: Tensor,
+        cache: KeyValueCache,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+        biases_TNE: Tensor | None = None,
     ) -> Tensor:
         shape = self._shape
         out_TNV = new_empty(query_TNH, *query_TNH.shape[:2], cache.values.shape[3])
@@ -58,5 +63,6 @@ class CpuAttention:
             whole_group_size=shape.whole_group_size,
             key_scales=cache.key_scales,
             value_scales=cache.value_scales,
+            biases=biases_TNE,
         )
         return out_TNV

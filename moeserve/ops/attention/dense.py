@@ -19,6 +19,7 @@ def attend_causally(
     scale: float,
     window: int | None = None,
     sinks_N: Tensor | None = None,
+    biases_RNE: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from R rows, the last of C positions, to the keys and values of one context.
 
@@ -27,12 +28,13 @@ def attend_causally(
         window: maximum number of positions that a row attends to, including its own; None: all up to its own. If
             negative, positions are divided into chunks of -window, and a row attends to those of its own chunk.
         sinks_N: float32, an additional score of each query head that has no value, or None.
+        biases_RNE: added to the scores of positions by their distance, or None; see `AttentionBackend.attend`.
 
     Returns:
         [R, N, V] in the dtype of the queries.
     """
-    if sinks_N is not None:
-        return _attend_with_sinks(query_RNH, key_GCH, value_GCV, scale, window, sinks_N)
+    if sinks_N is not None or biases_RNE is not None:
+        return _attend_in_float32(query_RNH, key_GCH, value_GCV, scale, window, sinks_N, biases_RNE)
     num_rows, context_len = query_RNH.shape[0], key_GCH.shape[1]
     value_size = value_GCV.shape[-1]
     # Torch's fast path needs queries, keys and values of one size. Padding with zeros does not change the scores, and
@@ -70,10 +72,16 @@ def _multiply(query_RNH: Tensor, key_GCH: Tensor, value_GCH: Tensor, scale: floa
     return attended_1NRH[0].transpose(0, 1)
 
 
-def _attend_with_sinks(
-    query_RNH: Tensor, key_GCH: Tensor, value_GCV: Tensor, scale: float, window: int | None, sinks_N: Tensor
+def _attend_in_float32(
+    query_RNH: Tensor,
+    key_GCH: Tensor,
+    value_GCV: Tensor,
+    scale: float,
+    window: int | None,
+    sinks_N: Tensor | None,
+    biases_RNE: Tensor | None,
 ) -> Tensor:
-    """Attend with one key-value head at a time in float32, because torch's attention does not support sinks."""
+    """Attend with one key-value head at a time in float32, because torch's attention supports no sinks or biases."""
     num_rows, num_heads, _ = query_RNH.shape
     num_kv_heads, context_len, _ = key_GCH.shape
     group = num_heads // num_kv_heads
@@ -88,7 +96,8 @@ def _attend_with_sinks(
             position_R.repeat_interleave(group),
             scale=scale,
             window=window,
-            sinks_Q=sinks_N[heads].repeat(num_rows),
+            sinks_Q=None if sinks_N is None else sinks_N[heads].repeat(num_rows),
+            biases_QE=None if biases_RNE is None else biases_RNE[:, heads].flatten(0, 1),
         )
         attended_RNV[:, heads] = attended_QV.unflatten(0, (num_rows, group)).to(query_RNH.dtype)
     return attended_RNV
@@ -103,6 +112,7 @@ def attend_in_float32(
     scale: float,
     window: int | None,
     sinks_Q: Tensor | None = None,
+    biases_QE: Tensor | None = None,
 ) -> Tensor:
     """Attend in float32 with explicit scores, a few queries at a time to bound the memory of the scores.
 
@@ -110,6 +120,7 @@ def attend_in_float32(
         position_Q: position of each query.
         window: see `attend_causally`.
         sinks_Q: float32, an additional score of each query that has no value, or None.
+        biases_QE: added to the scores of positions by their distance, or None.
 
     Returns:
         [Q, V] float32.
@@ -120,6 +131,11 @@ def attend_in_float32(
     for start in range(0, len(query_QH), queries_at_once):
         part = slice(start, start + queries_at_once)
         score_QC = (query_QH[part].float() * scale) @ key_HC
+        if biases_QE is not None:
+            distance_QC = position_Q[part, None] - torch.arange(len(key_CH), device=query_QH.device)
+            num_distances = biases_QE.shape[1]
+            bias_QC = biases_QE[part].float().gather(1, distance_QC.clamp(0, num_distances - 1))
+            score_QC += bias_QC.masked_fill(distance_QC >= num_distances, 0.0)
         score_QC.masked_fill_(~visible_positions(position_Q[part], len(key_CH), window), float("-inf"))
         if sinks_Q is not None:
             score_QC = torch.cat([score_QC, sinks_Q[part, None]], dim=1)

@@ -201,10 +201,16 @@ class FlashInferAttention:
         self.rotate_and_write = own.rotate_and_write
 
     def attend(
-        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+        self,
+        query_TNH: Tensor,
+        cache: KeyValueCache,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+        biases_TNE: Tensor | None = None,
     ) -> Tensor:
+        assert biases_TNE is None
         num_rows = len(query_TNH)
-        attend = self.own.attend
+        attend: Attend = self.own.attend
         if num_rows:
             is_decode = num_rows == len(step.spans) and step.max_rows_per_chunk == 1
             attend = self.decode if is_decode else self.chunks

@@ -41,11 +41,13 @@ class KeyValueCache:
     values: Tensor
     key_scales: Tensor | None = None  # [num_blocks, G, block_size] bfloat16
     value_scales: Tensor | None = None
+    # [rows, W - 1, channels]: the last inputs of a convolution of keys and values, see `StateRows`; None: there is none
+    inputs: Tensor | None = None
     group: int = field(default=0, kw_only=True)  # index of the cache group that its blocks belong to
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the cache. Their first dimension is the block, the second the head."""
+        """All tensors of blocks. Their first dimension is the block, the second the head."""
         if self.key_scales is None or self.value_scales is None:
             return self.keys, self.values
         return self.keys, self.values, self.key_scales, self.value_scales
@@ -53,11 +55,12 @@ class KeyValueCache:
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
         """The tensors of the layer's `cache_items`."""
-        return (self.tensors,)
+        return (self.tensors,) if self.inputs is None else (self.tensors, (self.inputs,))
 
     def clear(self) -> None:
-        for tensor in self.tensors:
-            tensor.zero_()
+        for tensors in self.tensors_of_items:
+            for tensor in tensors:
+                tensor.zero_()
 
 
 class AttentionBackend(Protocol):
@@ -79,7 +82,12 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+        self,
+        query_TNH: Tensor,
+        cache: KeyValueCache,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+        biases_TNE: Tensor | None = None,
     ) -> Tensor:
         """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
@@ -89,6 +97,8 @@ class AttentionBackend(Protocol):
         Args:
             sinks_N: float32, an additional score of each query head that has no value (gpt-oss, arXiv 2508.10925):
                 each row is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
+            biases_TNE: in the dtype of the queries: added to the scores of the positions at each distance before a
+                token's own, which is at distance 0 (Inkling). Positions at a distance of E or more have none.
 
         Returns:
             [T, N, V] in the dtype of the queries.

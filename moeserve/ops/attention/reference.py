@@ -46,7 +46,12 @@ class TorchAttention:
         return apply_rope(query_TNH, rotation)
 
     def attend(
-        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+        self,
+        query_TNH: Tensor,
+        cache: KeyValueCache,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+        biases_TNE: Tensor | None = None,
     ) -> Tensor:
         out_TNV = query_TNH.new_zeros(*query_TNH.shape[:2], cache.values.shape[3])
         for chunk, span in enumerate(step.spans):
@@ -54,7 +59,9 @@ class TorchAttention:
                 continue
             end = span.last_row + 1
             rows = slice(end - min(span.num_rows, span.context_len), end)
-            out_TNV[rows] = self._attend_chunk(query_TNH[rows], cache, step.block_table[chunk], span, sinks_N)
+            biases_RNE = None if biases_TNE is None else biases_TNE[rows]
+            blocks = step.block_table[chunk]
+            out_TNV[rows] = self._attend_chunk(query_TNH[rows], cache, blocks, span, sinks_N, biases_RNE)
         return out_TNV
 
     def _attend_chunk(
@@ -64,6 +71,7 @@ class TorchAttention:
         block_ids: Tensor,
         span: ChunkSpan,
         sinks_N: Tensor | None,
+        biases_RNE: Tensor | None,
     ) -> Tensor:
         num_rows, block_size = query_RNH.shape[0], cache.keys.shape[2]
         start = span.context_len - num_rows
@@ -79,4 +87,12 @@ class TorchAttention:
         if scales_GC:
             key_GCH = decode_rows(key_GCH, scales_GC[0], query_RNH.dtype)
             value_GCV = decode_rows(value_GCV, scales_GC[1], query_RNH.dtype)
-        return attend_causally(query_RNH, key_GCH, value_GCV, scale=self.scale, window=self.window, sinks_N=sinks_N)
+        return attend_causally(
+            query_RNH,
+            key_GCH,
+            value_GCV,
+            scale=self.scale,
+            window=self.window,
+            sinks_N=sinks_N,
+            biases_RNE=biases_RNE,
+        )

@@ -37,8 +37,14 @@ class TritonAttention:
         return rotary_with_cache_write(query_TNH, key_TGH, value_TGV, *angles, *caches, *scales)
 
     def attend(
-        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
+        self,
+        query_TNH: Tensor,
+        cache: KeyValueCache,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+        biases_TNE: Tensor | None = None,
     ) -> Tensor:
+        assert biases_TNE is None
         return paged_attention(
             query_TNH,
             cache.keys,

@@ -37,5 +37,6 @@ class CpuShortConvolution:
             out_TC,
             is_gated=self._shape.is_gated,
             is_linear=self._shape.is_linear,
+            scale=weights.scale_1,
         )
         return out_TC

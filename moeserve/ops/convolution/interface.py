@@ -34,6 +34,9 @@ class ConvolutionWeights:
 
     taps_WC: Tensor  # the last tap multiplies the current token
     bias_C: Tensor | None
+    scale_1: Tensor | None = (
+        None  # multiplies the outputs of a linear convolution (Inkling); None: they stay as they are
+    )
 
 
 class ShortConvolution(Protocol):

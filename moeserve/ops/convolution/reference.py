@@ -36,6 +36,8 @@ class TorchShortConvolution:
                 mixed_RC = mixed_RC * gates_TC[rows]
             elif not self.shape.is_linear:
                 mixed_RC = functional.silu(mixed_RC)
+            elif weights.scale_1 is not None:
+                mixed_RC = mixed_RC * weights.scale_1
             out_TC[rows] = mixed_RC.to(dtype)
             return joined[len(joined) - len(before_wC) :]
 

@@ -17,6 +17,7 @@ class TritonShortConvolution:
 
     def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
         assert step.states is not None
+        assert not self._shape.is_linear
         return short_convolution(
             input_TX,
             weights.taps_WC,

@@ -1,0 +1,64 @@
+"""Scores of attention by the distance of positions, which each token computes for itself (Inkling)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from moeserve.layers.context import ModelContext
+from moeserve.layers.linear import Linear
+from moeserve.layers.rotary import Rotations, TemperatureConfig
+from moeserve.layers.rows import At, Row, rows_of_heads, some_rows, whole
+from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops import rows
+from moeserve.ops.rows.interface import Rows
+
+# S size of a state, E distances
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeConfig:
+    """The scores of a layer."""
+
+    size: int  # of the state of a head, from which its scores are computed
+    num_distances: int  # with scores: from 0, that of the token itself
+    temperature: TemperatureConfig | None = None  # of the states
+
+
+class RelativeScores(nn.Module):
+    """Computes for each token and head the scores that are added to those of positions at each distance."""
+
+    def __init__(
+        self, config: RelativeConfig, heads: slice, num_heads: int, hidden_size: int, context: ModelContext
+    ) -> None:
+        """
+        Args:
+            heads: those of this rank.
+            num_heads: of all ranks together.
+        """
+        super().__init__()
+        self.config, self.heads, self.num_heads = config, heads, num_heads
+        size = (heads.stop - heads.start) * config.size
+        self.states = Linear(hidden_size, size, context, limits=QuantizationLimits(8, (heads.start * config.size,)))
+        # Too narrow for groups of quantised weights.
+        self.map = Linear(config.size, config.num_distances, dataclasses.replace(context, quantization=None))
+        self._apply_rope = rows.make(context.backend).apply_rope
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the rows of its weights."""
+        share, num_rows = rows_of_heads(self.heads, self.config.size), self.num_heads * self.config.size
+        yield at("r_proj.weight"), some_rows(self.states.weight, share, num_rows, self.states.weights)
+        yield at("rel_logits_proj.proj"), whole(self.map.weight.T, self.map.weights)
+
+    def forward(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
+        """Return [T, N, E]."""
+        num_tokens, num_heads = len(hidden_TD), self.heads.stop - self.heads.start
+        state_TX = self.states(self.states.weights.input_of(hidden_TD))
+        state_TNS = state_TX.view(num_tokens, num_heads, self.config.size)
+        if self.config.temperature is not None:
+            state_TNS = self._apply_rope(state_TNS, rotations[self.config.temperature])
+        scores: Tensor = self.map(state_TNS.flatten(0, 1))
+        return scores.view(num_tokens, num_heads, self.config.num_distances)

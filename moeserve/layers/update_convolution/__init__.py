@@ -1,0 +1,1 @@
+"""Short convolutions of the updates of other networks."""

@@ -1,0 +1,74 @@
+"""A short convolution of the update of the network before it (Inkling): update + convolution(update)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.config.needs import Needs
+from moeserve.kv.layer_cache import CacheItems, Places
+from moeserve.kv.rules import KeepState
+from moeserve.layers.network import Build, Network, NetworkConfig, Run, gathered
+from moeserve.layers.rows import At, Row, residual_taps, whole
+from moeserve.layers.state_cache import StateCache
+from moeserve.ops import convolution
+from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConvolutionConfig(NetworkConfig):
+    """The shape of one convolution. Its place is on a `ChainedStream`, without a norm."""
+
+    name = "update_convolution"
+
+    num_taps: int  # tokens that the convolution spans, the current one included
+    is_scaled: bool = False  # the result is multiplied by a learned number
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(without_gpu_kernels="a convolution of updates")
+
+    def cache_rules(self, block_size: int) -> tuple[KeepState]:
+        """Return the rule of states."""
+        return (KeepState.of_blocks(block_size),)
+
+    def build(self, build: Build) -> UpdateConvolution:
+        return UpdateConvolution(self, build)
+
+
+class UpdateConvolution(Network):
+    """Every tp rank convolves the updates of all tokens, and keeps its own ones. Each has all states."""
+
+    def __init__(self, config: UpdateConvolutionConfig, build: Build) -> None:
+        super().__init__()
+        self.config, self.context, self.size = config, build.context, build.hidden_size
+        self.taps = self.context.parameter(config.num_taps, self.size, dtype=torch.float32)
+        self.scale = self.context.parameter(1, dtype=torch.float32) if config.is_scaled else None
+        shape = ConvolutionShape(num_channels=self.size, num_taps=config.num_taps, is_gated=False, is_linear=True)
+        self.convolve = convolution.make(self.context.backend, shape)
+
+    @property
+    def cache_items(self) -> tuple[CacheItems, ...]:
+        """The states. Every tp rank has all of them."""
+        num_bytes = (self.config.num_taps - 1) * self.size * self.context.dtype.itemsize
+        (rule,) = self.config.cache_rules(self.context.block_size)
+        return (CacheItems(rule, num_bytes),)
+
+    def make_cache(self, places: Places) -> StateCache:
+        shape = places.num_rows, self.config.num_taps - 1, self.size
+        return StateCache(torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
+
+    def rows(self, at: At) -> Iterator[Row]:
+        yield from residual_taps(at("conv1d.weight"), self.taps, slice(0, self.size), self.size)
+        if self.scale is not None:
+            yield at("scale"), whole(self.scale)
+
+    def forward(self, update_tD: Any, run: Run, cache: StateCache) -> Tensor:
+        update_TD = gathered(update_tD, self.context.tp, run.step)
+        assert isinstance(update_TD, Tensor)
+        weights = ConvolutionWeights(self.taps, None, self.scale)
+        return self.convolve(update_TD, weights, cache.inputs, run.step)[run.step.own_rows]

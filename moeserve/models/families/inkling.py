@@ -1,0 +1,143 @@
+"""Inkling: attention with scores by distance, short convolutions everywhere, and shared experts in the router's sum."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.grouped_query.attention import AttentionConfig
+from moeserve.layers.grouped_query.relative import RelativeConfig
+from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.rotary import NO_ROTARY, TemperatureConfig
+from moeserve.layers.streams.chained import ChainedStream
+from moeserve.layers.update_convolution.convolution import UpdateConvolutionConfig
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.family import Family, inside_other_model
+from moeserve.models.fields import feed_forwards_of, read_model, read_num_experts, read_num_layers, read_width
+from moeserve.models.model_config import Block, Layer, ModelConfig
+from moeserve.ops.convolution.interface import MAX_TAPS
+from moeserve.ops.routing.interface import RouterConfig
+
+LAYER_TYPES = ("hybrid", "hybrid_sliding")
+
+
+def read(config: ConfigValues) -> ModelConfig:
+    config = config.replaced(_with_both_widths(config.values) | {"tie_word_embeddings": False})
+    num_layers, rows = read_num_layers(config), config.optional_integer("unpadded_vocab_size", high=2**24)
+    taps_key = config.key_of("conv_kernel_size", "sconv_kernel_size")
+    num_taps = config.integer(taps_key, low=2, high=MAX_TAPS)
+    is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
+    if is_dense is None:
+        num_dense = config.integer("dense_mlp_idx", 0, low=0)
+        is_dense = [index < num_dense for index in range(num_layers)]
+    feed_forwards = feed_forwards_of(config, _read_experts(config), is_dense)
+    has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if has_window is None:
+        local = frozenset(index for index in range(num_layers) if (index + 1) % 6)
+        if config.get("local_layer_ids") is not None:
+            local = config.layer_numbers("local_layer_ids", num_layers)
+        has_window = [index in local for index in range(num_layers)]
+    after_mixer = Block(UpdateConvolutionConfig(num_taps=num_taps), has_norm=False)
+    after_network = Block(UpdateConvolutionConfig(num_taps=num_taps, is_scaled=True), has_norm=False)
+    layers = []
+    for index, (is_local, network) in enumerate(zip(has_window, feed_forwards, strict=True)):
+        attention = _read_attention(config, num_taps, is_local=is_local)
+        attention = dataclasses.replace(attention, follows_embedding=index == 0)
+        layers.append(Layer((Block(attention), after_mixer, Block(network), after_network)))
+    context_key = config.key_of("max_position_embeddings", "model_max_length")
+    model = read_model(config, layers, context_key=context_key)
+    if rows is not None and rows < model.vocab_size:
+        model = dataclasses.replace(model, vocab_size=rows, num_stored_tokens=model.vocab_size)
+    divisor = config.number(config.key_of("logits_mup_width_multiplier", "embedding_multiplier"))
+    return dataclasses.replace(model, stream=ChainedStream(), logits_divisor=divisor)
+
+
+def _with_both_widths(values: dict[str, object]) -> dict[str, object]:
+    """Return the values with the widths of experts and of dense networks under their usual keys."""
+    if values.get("dense_intermediate_size") is None:
+        return values
+    widths = dict(intermediate_size=values["dense_intermediate_size"])
+    return values | {"moe_intermediate_size": values.get("intermediate_size")} | widths
+
+
+def _read_attention(config: ConfigValues, num_taps: int, *, is_local: bool) -> AttentionConfig:
+    prefix = "swa_" if is_local else ""
+    num_heads = config.integer(f"{prefix}num_attention_heads", high=2**14)
+    num_kv_heads = config.integer(f"{prefix}num_key_value_heads", high=2**14)
+    if num_heads % num_kv_heads:
+        raise config.wrong(f"{prefix}num_key_value_heads", f"must divide {prefix}num_attention_heads={num_heads}")
+    head_dim = config.integer(f"{prefix}head_dim", high=2**14)
+    size = config.integer("d_rel", high=2**10)
+    window = config.integer(config.key_of("sliding_window_size", "sliding_window"), high=2**20)
+    relative = RelativeConfig(size=size, num_distances=window if is_local else config.integer("rel_extent", high=2**20))
+    temperature = None
+    if not is_local and config.get("log_scaling_n_floor") is not None:
+        for key, value in ((f"{prefix}head_dim", head_dim), ("d_rel", size)):
+            if value % 2:
+                raise config.wrong(key, "must be even for log_scaling_n_floor")
+        length, weight = config.integer("log_scaling_n_floor"), config.number("log_scaling_alpha")
+        temperature = TemperatureConfig(dim=head_dim, weight=weight, length=length, offset=1, is_continuous=True)
+        relative = dataclasses.replace(relative, temperature=dataclasses.replace(temperature, dim=size))
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary=NO_ROTARY,
+        window=window if is_local else None,
+        normalized="head",
+        scale=1.0 / head_dim,
+        temperature=temperature,
+        relative=relative,
+        num_taps=num_taps,
+    )
+
+
+def _read_experts(config: ConfigValues) -> MoEConfig:
+    config.require("shared_expert_sink", True)
+    num_experts, top_k = read_num_experts(config, "n_routed_experts", "num_local_experts")
+    num_shared = config.integer("n_shared_experts", high=2**10)
+    return MoEConfig(
+        router=RouterConfig(
+            num_experts=num_experts + num_shared,
+            top_k=top_k + num_shared,
+            scoring="sigmoid",
+            is_normalized=True,
+            scale=config.number("route_scale"),
+            has_correction=True,
+        ),
+        expert_width=read_width(config, "moe_intermediate_size"),
+        num_fixed=num_shared,
+    )
+
+
+INKLING = inside_other_model(
+    Family(
+        name="Inkling",
+        architecture="InklingForConditionalGeneration",
+        model_type="inkling_text",
+        other_architectures=("InklingForCausalLM",),
+        read=read,
+        wrapped=((r"^model\.llm\.unembed\.", "lm_head."), (r"^model\.llm\.", "model.")),
+        left_out=("mtp.", "audio.", "visual."),
+        names=(
+            (r"^model\.embed\.", "model.embed_tokens."),
+            (r"^model\.embed(?:_tokens\.embed)?_norm\.", "model.layers.0.input_layernorm.embedding."),
+            (r"\.attn_norm\.", ".input_layernorm."),
+            (r"\.mlp_norm\.", ".post_attention_layernorm."),
+            (r"\.attn\.", ".self_attn."),
+            (r"\.w([qkvr])_d[uv]\.", r".\1_proj."),
+            (r"\.wo_ud\.", ".o_proj."),
+            (r"_sconv\.weight$", "_sconv.conv1d.weight"),
+            (r"\.attn_sconv\.", ".update_convolution.0."),
+            (r"\.mlp_sconv\.", ".update_convolution.1."),
+            (r"\.mlp\.(?:gate\.)?global_scale$", ".update_convolution.1.scale"),
+            (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+            (r"\.mlp\.w13_dn\.weight$", ".mlp.in_turns.gate_up_proj.weight"),
+            (r"\.mlp\.w2_md\.", ".mlp.down_proj."),
+            (r"\.mlp\.experts\.w13_weight$", ".mlp.experts.in_turns.gate_up_proj"),
+            (r"\.mlp\.experts\.w2_weight$", ".mlp.experts.in_turns.down_proj"),
+            (r"\.mlp\.shared_experts\.shared_w13_weight$", ".mlp.experts.fixed.in_turns.gate_up_proj"),
+            (r"\.mlp\.shared_experts\.shared_w2_weight$", ".mlp.experts.fixed.in_turns.down_proj"),
+            (r"\.mlp\.shared_experts\.", ".mlp.experts.fixed."),
+        ),
+    )
+)
