@@ -44,6 +44,7 @@ class Family:
     """One family of models. Each is a file in `moeserve/models/families`."""
 
     name: str
+    models: str = ""  # published models, for docs/models.md; "": they are called `name`
     architecture: str  # name under `architectures` in config.json
     other_architectures: tuple[str, ...] = ()  # additional names
     model_type: str = ""  # transformers' name of the language model's config, whose defaults are used; "": none are

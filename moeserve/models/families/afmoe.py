@@ -50,6 +50,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 AFMOE = Family(
     name="AFMoE",
+    models="Trinity (AFMoE)",
     architecture="AfmoeForCausalLM",
     model_type="afmoe",
     read=read,

@@ -66,6 +66,7 @@ def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
 
 BAILING_HYBRID = Family(
     name="Ling 3",
+    models="Ling 3.0 Flash",
     architecture="BailingHybridForCausalLM",
     model_type="bailing_hybrid",
     read=read,

@@ -66,6 +66,7 @@ def _read_attention(config: ConfigValues, window: int | None) -> AttentionConfig
 
 BEAM = Family(
     name="Beam",
+    models="Beam 1.0",
     architecture="BeamForCausalLM",
     model_type="beam",
     read=read,

@@ -56,8 +56,20 @@ def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -
     return read_model(config, layers)
 
 
-DEEPSEEK_V2 = Family(name="DeepSeek-V2", architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2", read=read_v2)
-DEEPSEEK_V3 = Family(name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3", read=read_v3)
+DEEPSEEK_V2 = Family(
+    name="DeepSeek-V2",
+    models="DeepSeek-V2, V2-Lite",
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    read=read_v2,
+)
+DEEPSEEK_V3 = Family(
+    name="DeepSeek-V3",
+    models="DeepSeek-V3, R1, V3.1, Kimi-K2",
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    read=read_v3,
+)
 # Kimi-K2.5 is Kimi-K2, which is DeepSeek-V3, with a model for images.
 KIMI_K25 = Family(
     name="Kimi-K2.5",

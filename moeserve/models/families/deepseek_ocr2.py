@@ -26,6 +26,7 @@ def read(config: ConfigValues) -> ModelConfig:
 DEEPSEEK_OCR2 = inside_other_model(
     Family(
         name="DeepSeek-OCR 2",
+        models="DeepSeek-OCR and DeepSeek-OCR 2",
         architecture="DeepseekOcr2ForConditionalGeneration",
         model_type="deepseek_ocr2_text",
         other_architectures=("DeepseekOCR2ForCausalLM", "DeepseekOCRForCausalLM"),  # as they are published

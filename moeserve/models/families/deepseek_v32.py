@@ -100,4 +100,6 @@ def read_sparse_attention(
 DEEPSEEK_V32 = Family(
     name="DeepSeek-V3.2", architecture="DeepseekV32ForCausalLM", model_type="deepseek_v32", read=read_v32
 )
-GLM5 = Family(name="GLM-5", architecture="GlmMoeDsaForCausalLM", model_type="glm_moe_dsa", read=read_glm5)
+GLM5 = Family(
+    name="GLM-5", models="GLM-5, GLM-5.1", architecture="GlmMoeDsaForCausalLM", model_type="glm_moe_dsa", read=read_glm5
+)

@@ -150,6 +150,7 @@ def _read_experts(config: ConfigValues) -> MoEConfig:
 COMPRESSOR = ((r"kv_proj\.", "wkv."), (r"gate_proj\.", "wgate."), (r"kv_norm\.", "norm."), (r"position_bias$", "ape"))
 DEEPSEEK_V4 = Family(
     name="DeepSeek-V4",
+    models="DeepSeek-V4-Flash and Pro",
     architecture="DeepseekV4ForCausalLM",
     model_type="deepseek_v4",
     read=read,

@@ -54,6 +54,7 @@ def _read_dense(config: ConfigValues) -> list[bool]:
 
 ERNIE4_5_MOE = Family(
     name="ERNIE-4.5",
+    models="ERNIE-4.5-21B-A3B",
     architecture="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",
     read=read,

@@ -56,6 +56,7 @@ def _read_windows(config: ConfigValues) -> list[int | None]:
 
 EXAONE_MOE = Family(
     name="K-EXAONE",
+    models="K-EXAONE-236B-A23B",
     architecture="ExaoneMoeForCausalLM",
     model_type="exaone_moe",
     read=read,

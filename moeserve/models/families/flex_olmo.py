@@ -21,6 +21,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 FLEX_OLMO = Family(
     name="FlexOlmo",
+    models="FlexOlmo-7x7B-1T",
     architecture="FlexOlmoForCausalLM",
     model_type="flex_olmo",
     read=read,

@@ -80,6 +80,7 @@ def _read_attention(config: ConfigValues, index: int, is_windowed: bool) -> Atte
 
 GEMMA4 = Family(
     name="Gemma 4",
+    models="Gemma 4 26B-A4B",
     architecture="Gemma4ForConditionalGeneration",
     model_type="gemma4_text",
     other_architectures=("Gemma4ForCausalLM",),

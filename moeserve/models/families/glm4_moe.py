@@ -37,7 +37,9 @@ def read(config: ConfigValues) -> ModelConfig:
     return with_draft_layer_like_the_last(read_model(config, layers))
 
 
-GLM4_MOE = Family(name="GLM-4 MoE", architecture="Glm4MoeForCausalLM", model_type="glm4_moe", read=read)
+GLM4_MOE = Family(
+    name="GLM-4 MoE", models="GLM-4.5, GLM-4.5-Air", architecture="Glm4MoeForCausalLM", model_type="glm4_moe", read=read
+)
 GLM4V_MOE = inside_other_model(
     Family(name="GLM-4.5V", architecture="Glm4vMoeForConditionalGeneration", model_type="glm4v_moe_text", read=read)
 )

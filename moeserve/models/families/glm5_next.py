@@ -138,6 +138,7 @@ def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
 GLM5_NEXT = inside_other_model(
     Family(
         name="GLM-5.3",
+        models="GLM-5.3-Flash",
         architecture="Glm5NextForConditionalGeneration",
         model_type="glm5_next_text",
         read=read,

@@ -41,6 +41,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 GPT_OSS = Family(
     name="gpt-oss",
+    models="gpt-oss-20b, gpt-oss-120b",
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     read=read,

@@ -61,10 +61,16 @@ NAMES = (
     (r"\.shared_mlp\.output_linear\.", ".mlp.shared_experts.down_proj."),
 )
 GRANITE_MOE = Family(
-    name="Granite MoE", architecture="GraniteMoeForCausalLM", model_type="granitemoe", read=read, names=NAMES
+    name="Granite MoE",
+    models="Granite 3.0 and 3.1 MoE; Granite without Mamba layers",
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    read=read,
+    names=NAMES,
 )
 GRANITE_MOE_SHARED = Family(
     name="Granite MoE",
+    models="Granite 3.0 and 3.1 MoE; Granite without Mamba layers",
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
     read=read_with_shared,

@@ -40,6 +40,7 @@ def _rotary_of_layer(config: ConfigValues, of_model: RotaryConfig, number: int, 
 
 GRANITE_MOE_SWA = Family(
     name="Granite MoE with windows",
+    models="Granite MoE with sliding windows",
     architecture="GraniteMoeSWAForCausalLM",
     model_type="granitemoe_swa",
     read=read,

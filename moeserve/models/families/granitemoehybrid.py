@@ -60,6 +60,7 @@ def _read_mamba(config: ConfigValues) -> LinearAttentionConfig:
 
 GRANITE_MOE_HYBRID = Family(
     name="Granite 4",
+    models="Granite 4.0 H Small and H Tiny",
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     read=read,

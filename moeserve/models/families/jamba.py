@@ -65,6 +65,7 @@ def _read_mamba(config: ConfigValues) -> MambaConfig:
 
 JAMBA = Family(
     name="Jamba",
+    models="Jamba, Jamba 1.5, 1.6 and 1.7",
     architecture="JambaForCausalLM",
     model_type="jamba",
     read=read,

@@ -35,6 +35,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 JETMOE = Family(
     name="JetMoE",
+    models="JetMoE-8B",
     architecture="JetMoeForCausalLM",
     model_type="jetmoe",
     read=read,

@@ -114,6 +114,7 @@ def _read_is_full(config: ConfigValues) -> list[bool]:
 
 KIMI_LINEAR = Family(
     name="Kimi-Linear",
+    models="Kimi-Linear-48B-A3B",
     architecture="KimiLinearForCausalLM",
     model_type="kimi_linear",
     read=read,

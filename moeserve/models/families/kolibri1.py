@@ -41,6 +41,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 KOLIBRI1 = Family(
     name="Kolibri 1",
+    models="Kolibri-1",
     architecture="Kolibri1ForCausalLM",
     model_type="kolibri1",
     read=read,

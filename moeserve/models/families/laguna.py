@@ -76,6 +76,7 @@ def _read_attention(config: ConfigValues, num_heads: int, window: int | None) ->
 
 LAGUNA = Family(
     name="Laguna",
+    models="Laguna XS.2",
     architecture="LagunaForCausalLM",
     model_type="laguna",
     read=read,

@@ -56,6 +56,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 LFM2_MOE = Family(
     name="LFM2-MoE",
+    models="LFM2-8B-A1B",
     architecture="Lfm2MoeForCausalLM",
     model_type="lfm2_moe",
     read=read,

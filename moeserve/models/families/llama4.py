@@ -92,6 +92,7 @@ def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
 
 LLAMA4 = Family(
     name="Llama 4",
+    models="Llama 4 Scout and Maverick",
     architecture="Llama4ForConditionalGeneration",
     model_type="llama4_text",
     other_architectures=("Llama4ForCausalLM",),

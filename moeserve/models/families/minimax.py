@@ -60,6 +60,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 MINIMAX = Family(
     name="MiniMax-01",
+    models="MiniMax-Text-01, MiniMax-M1",
     architecture="MiniMaxForCausalLM",
     other_architectures=("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
     model_type="minimax",

@@ -28,6 +28,7 @@ def read(config: ConfigValues) -> ModelConfig:
 
 MINIMAX_M2 = Family(
     name="MiniMax-M2",
+    models="MiniMax-M2, M2.1, M2.5",
     architecture="MiniMaxM2ForCausalLM",
     model_type="minimax_m2",
     read=read,

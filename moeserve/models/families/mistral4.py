@@ -48,6 +48,7 @@ def read_normalized_router(config: ConfigValues) -> RouterConfig:
 
 MISTRAL4 = Family(
     name="Mistral-4",
+    models="Mistral Small 4",
     architecture="Mistral4ForCausalLM",
     model_type="mistral4",
     other_architectures=("Mistral3ForConditionalGeneration",),  # with a model for images

@@ -23,4 +23,11 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, [layer] * read_num_layers(config))
 
 
-MIXTRAL = Family(name="Mixtral", architecture="MixtralForCausalLM", model_type="mixtral", read=read, names=BLOCK_SPARSE)
+MIXTRAL = Family(
+    name="Mixtral",
+    models="Mixtral-8x7B, 8x22B",
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    read=read,
+    names=BLOCK_SPARSE,
+)

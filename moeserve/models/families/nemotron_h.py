@@ -101,6 +101,7 @@ def _read_dense(config: ConfigValues) -> Layer:
 FEED_FORWARD = r"(?=gate\.|experts\.|shared_experts\.|to_latent\.|from_latent\.|up_proj\.|down_proj\.)"
 NEMOTRON_H = Family(
     name="Nemotron-H",
+    models="Nemotron 3 Nano and Super",
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
     read=read,

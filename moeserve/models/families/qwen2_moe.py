@@ -53,6 +53,7 @@ def _read_windows(config: ConfigValues) -> list[int | None]:
 
 QWEN2_MOE = Family(
     name="Qwen2-MoE",
+    models="Qwen1.5-MoE, Qwen2-57B-A14B",
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     read=read,

@@ -39,11 +39,18 @@ def _read(config: ConfigValues, *, is_normalized: bool) -> ModelConfig:
     return read_model(config, layers)
 
 
-QWEN3_MOE = Family(name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", read=read)
+QWEN3_MOE = Family(
+    name="Qwen3-MoE",
+    models="Qwen3-30B-A3B, 235B-A22B",
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    read=read,
+)
 # With models for images, sound and video. Text has the same position along all axes of their rotary embedding.
 QWEN3_VL_MOE = inside_other_model(
     Family(
         name="Qwen3-VL-MoE",
+        models="Qwen3-VL-30B-A3B, 235B-A22B",
         architecture="Qwen3VLMoeForConditionalGeneration",
         model_type="qwen3_vl_moe_text",
         read=read_vl,
@@ -52,6 +59,7 @@ QWEN3_VL_MOE = inside_other_model(
 QWEN3_OMNI_MOE = inside_other_model(
     Family(
         name="Qwen3-Omni-MoE",
+        models="Qwen3-Omni-30B-A3B",
         architecture="Qwen3OmniMoeForConditionalGeneration",
         other_architectures=("Qwen3OmniMoeThinkerForConditionalGeneration",),
         model_type="qwen3_omni_moe_text",

@@ -94,6 +94,7 @@ NAMES = (
 
 QWEN3_NEXT = Family(
     name="Qwen3-Next",
+    models="Qwen3-Next-80B-A3B",
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     read=read,
@@ -102,6 +103,7 @@ QWEN3_NEXT = Family(
 )
 QWEN3_5_MOE = Family(
     name="Qwen3.5-MoE",
+    models="Qwen3.5-35B-A3B and larger",
     architecture="Qwen3_5MoeForConditionalGeneration",
     model_type="qwen3_5_moe_text",
     other_architectures=("Qwen3_5MoeForCausalLM",),  # the text model alone

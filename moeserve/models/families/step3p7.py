@@ -142,6 +142,7 @@ def _read_limits(config: ConfigValues, key: str, num_layers: int) -> list[Activa
 
 STEP3P7 = Family(
     name="Step-3.7",
+    models="Step-3.7-Flash",
     architecture="Step3p7ForConditionalGeneration",
     model_type="step3p5",
     read=read,

@@ -60,6 +60,7 @@ def _read_attention(config: ConfigValues, has_window: bool) -> ConvolutionalAtte
 
 ZAYA = Family(
     name="Zaya",
+    models="ZAYA1-8B",
     architecture="ZayaForCausalLM",
     model_type="zaya",
     read=read,
