@@ -49,9 +49,9 @@ def shapes_of_families() -> list[str]:
     for shape_name, shape in SHAPES.items():
         if shape.beside_text is None:
             seen.setdefault(shape.family, shape_name)
-    # The outer model has no bias of the head (Phi, Zaya), and transformers has no names for DeepSeek-V4 inside of a model.
+    # The outer model has no bias of the head (Phi, Zaya). transformers has no names for DeepSeek-V4 inside of a model.
     # The names inside of Inkling's own outer model are those of one of its shapes.
-    return [each for each in seen.values() if each not in ("phimoe", "deepseek-v4", "inkling")]
+    return [each for each in seen.values() if each not in ("phimoe", "zaya", "deepseek-v4", "inkling")]
 
 
 def read(folder: Path) -> tuple[ModelConfig, set[str]]:
