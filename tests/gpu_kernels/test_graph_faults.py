@@ -69,9 +69,9 @@ def stale_input(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Attention that keeps the lengths of the first step that it gets in some memory."""
     kept: dict[int, Tensor] = {}
 
-    def attend(original: Any, query: Tensor, cache: Any, step: Any, sinks: Any = None) -> Tensor:
+    def attend(original: Any, query: Tensor, cache: Any, step: Any, *others: Any) -> Tensor:
         lengths = kept.setdefault(id(step), step.context_lens.clone())
-        result: Tensor = original(query, cache, dataclasses.replace(step, context_lens=lengths), sinks)
+        result: Tensor = original(query, cache, dataclasses.replace(step, context_lens=lengths), *others)
         return result
 
     plant(monkeypatch, attention.TABLE, "triton", lambda right: Changed(right, "attend", attend))
