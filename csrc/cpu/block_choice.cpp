@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "aligned_memory.h"
 #include "attention_block.h"
 #include "isa.h"
 #include "lanes.h"
@@ -122,14 +123,6 @@ struct Room {
   std::vector<char> packed;
   std::vector<char> zeros;
   std::vector<float> scores;
-
-  template <typename Number>
-  static Number* at_least(std::vector<Number>& memory, int64_t count) {
-    constexpr int64_t kPadding = 64 / sizeof(Number);
-    if (static_cast<int64_t>(memory.size()) < count + kPadding) memory.resize(count + kPadding);
-    const auto address = reinterpret_cast<uintptr_t>(memory.data());
-    return reinterpret_cast<Number*>((address + 63) / 64 * 64);
-  }
 };
 
 Room& room_of_thread() {
@@ -172,9 +165,9 @@ void score_positions(const BlockChoice& step, const BlockKernels& kernels, const
   const int64_t width = element_bytes(step.type);
   const int64_t query_bytes = int64_t{kernels.key_steps(head_size)} * kWordBytes;
   const int num_read = num_queries + kernels.max_queries() - 1;  // tile registers read whole tiles
-  auto* queries = Room::at_least(room.queries, num_read * query_bytes);
-  auto* packed = Room::at_least(room.packed, kernels.packed_keys_size(head_size) * kWordBytes);
-  auto* zeros = Room::at_least(room.zeros, head_size * width);
+  auto* queries = aligned(room.queries, num_read * query_bytes);
+  auto* packed = aligned(room.packed, kernels.packed_keys_size(head_size) * kWordBytes);
+  auto* zeros = aligned(room.zeros, head_size * width);
   std::memset(zeros, 0, head_size * width);
   for (int query = 0; query < num_queries; ++query) {
     const int64_t token = group.rows[query / num_heads].token, head = query % num_heads;
@@ -184,7 +177,7 @@ void score_positions(const BlockChoice& step, const BlockKernels& kernels, const
   Tile tile{};
   tile.packed = packed;
   tile.factor = 1.0f;  // which rounds nothing
-  tile.scores = Room::at_least(room.scores, int64_t{kernels.max_queries()} * kBlock);
+  tile.scores = aligned(room.scores, int64_t{kernels.max_queries()} * kBlock);
   if (kernels.configure != nullptr) kernels.configure();
   const auto whole_granules = [&](int64_t count) {
     return static_cast<int>((count + kernels.granule - 1) / kernels.granule * kernels.granule);

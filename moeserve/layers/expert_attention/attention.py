@@ -168,7 +168,7 @@ class ExpertAttention(Network):
         return self.pairs.weighted_sum(output_PD, pair_of_row_P, weights_TK, hidden_TD.dtype)
 
     def _attend(self, query_PQ: Tensor, key_value_TX: Tensor, run: Run, cache: Any) -> Tensor:
-        """Return the results [P, Q] of each pair's queries."""
+        """Return the results of attention, [P, Q]: Q values for each of P pairs of a token and an expert."""
         num_tokens, num_heads, size = len(key_value_TX), self.num_kv_heads, self.config.head_dim
         top_k = self.config.router.top_k
         key_TGH, value_TGH = key_value_TX.view(num_tokens, 2, num_heads, size).unbind(1)

@@ -44,7 +44,7 @@ class LightningAttentionConfig(NetworkConfig):
         return Needs(without_gpu_kernels="lightning attention")
 
     def cache_rules(self, block_size: int) -> tuple[KeepState]:
-        """Return the rule of states."""
+        """Return the rule by which the states of requests are kept."""
         return (KeepState.of_blocks(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:

@@ -7,22 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import NoNorm, RowsForm
 from moeserve.layers.streams.residual import PlainStream, Residual
 
 
 @dataclass(frozen=True)
-class ChainedStream:
+class ChainedStream(PlainStream):
     """One row for each token. A network without a norm reads the update before it, and replaces it by its own."""
-
-    plain: PlainStream = PlainStream()  # the stream that has the same norms
-    width: int = 1
-
-    @property
-    def needs(self) -> Needs:
-        return self.plain.needs
 
     def place(
         self,
@@ -35,17 +27,11 @@ class ChainedStream:
         is_scaled: bool,
     ) -> Residual:
         if has_norm:
-            return self.plain.place(build, form, entry_norm, has_norm=True, is_normed=is_normed, is_scaled=is_scaled)
+            return super().place(build, form, entry_norm, has_norm=True, is_normed=is_normed, is_scaled=is_scaled)
         assert entry_norm is None
         assert not is_normed
         assert not is_scaled
         return Chained(NoNorm(build.context), None, build)
-
-    def last(self, build: Build) -> Residual:
-        return self.plain.last(build)
-
-    def start(self, hidden_tD: Tensor) -> Tensor:
-        return hidden_tD
 
 
 class Chained(Residual):

@@ -33,7 +33,7 @@ class UpdateConvolutionConfig(NetworkConfig):
         return Needs(without_gpu_kernels="a convolution of updates")
 
     def cache_rules(self, block_size: int) -> tuple[KeepState]:
-        """Return the rule of states."""
+        """Return the rule by which the states of requests are kept."""
         return (KeepState.of_blocks(block_size),)
 
     def build(self, build: Build) -> UpdateConvolution:

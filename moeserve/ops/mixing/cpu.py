@@ -11,7 +11,7 @@ from moeserve.ops.mixing.interface import UNCHANGED, Affine
 
 
 class CpuMixing:
-    """A `Mixing` whose bytes of a row depend only on the row."""
+    """`Mixing` by C++ kernels. The bytes of a row are the same in any batch."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native

@@ -12,7 +12,7 @@ SMALLEST_LENGTH = 2.0**-23  # of a head before it is scaled
 
 
 class TorchMixing:
-    """A `Mixing` in plain torch."""
+    """`Mixing` in plain torch."""
 
     def add(self, a_TD: Tensor, of_a: Affine, b_TD: Tensor | None = None, of_b: Affine = UNCHANGED) -> Tensor:
         sum_TD = _applied(a_TD, of_a)
