@@ -89,11 +89,13 @@ schema-suite: $(INSTALLED)
 
 # Threads wait asleep, because awake they would take the cores from other processes.
 PYTEST := OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
+# Tests start hundreds of processes, which would compile every module that they import. Containers often set this.
+unexport PYTHONDONTWRITEBYTECODE
 # Two workers take files in the order of the command, where those that take long come first.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-# All phases run; then the failures of all are shown. Triton's interpreter, which runs GPU kernels on a CPU, is chosen for
-# a whole process.
+# Both runs of pytest end; then the failures of both are shown. Triton's interpreter, which runs GPU kernels on a CPU, is
+# chosen for a whole process. These tests run beside the others, which often wait for processes or timeouts.
 #
 # `make test` leaves out what is slow, such as planted bugs, exhaustive searches and most layouts.
 test: MARKS := not slow and not soak
@@ -103,8 +105,9 @@ test test-slow: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	@$(FETCH_SCHEMA_SUITE) || echo "WARNING: the test of the JSON-Schema-Test-Suite is skipped"
 	@mkdir -p build; rm -f build/test-*.log; set -o pipefail; failed=0; \
+	TRITON_INTERPRET=1 $(PYTEST) -m "$(MARKS)" tests/gpu_kernels > build/test-2.log 2>&1 & gpu=$$!; trap "kill $$gpu" EXIT; \
 	$(PYTEST) -m "$(MARKS)" $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability server kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
-	TRITON_INTERPRET=1 $(PYTEST) -m "$(MARKS)" -n 2 tests/gpu_kernels 2>&1 | tee build/test-2.log || failed=1; \
+	trap - EXIT; wait $$gpu || failed=1; cat build/test-2.log; \
 	grep -hE '^(FAILED|ERROR) ' build/test-*.log || echo "No test failed."; exit $$failed
 
 test-all: test
@@ -148,7 +151,7 @@ bench: setup
 	$(VENV)/bin/moeserve bench throughput --model mixtral-mini --kind decode --batch 1 --engine moeserve --engine transformers
 
 bench-gpu: setup
-	$(VENV)/bin/python -m moeserve.bench.gpu.run --json bench/results/gpu.jsonl
+	$(VENV)/bin/moeserve bench gpu --json bench/results/gpu.jsonl
 
 # The packages of the machine with a GPU on which bench/gpu/visit.sh will run, so that its kernels can be compiled here.
 # Triton's cache depends on the wheel of triton, and so on the version of Python.
@@ -166,7 +169,7 @@ $(GPU_ENV)/.installed:
 gpu-kit: gpu-env
 	@mkdir -p $(GPU_KIT)
 	@$(GPU_ENV)/bin/python -m pip download $(QUIET) --no-deps --dest $(GPU_KIT) msgspec==0.22.0
-	PATH="$(CURDIR)/$(GPU_ENV)/bin:$$PATH" bash bench/gpu/visit.sh $(GPU_KIT) $(GPU_KIT) --parts compile:3000
+	PATH="$(CURDIR)/$(GPU_ENV)/bin:$$PATH" bash bench/gpu/visit.sh $(GPU_KIT) $(GPU_KIT) --only compile --seconds 3000
 	@rm -f $(GPU_KIT)/gpu.jsonl; ls -lh $(GPU_KIT)
 
 check: lint types layers documents

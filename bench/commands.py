@@ -1,16 +1,37 @@
-"""The benchmarks of `moeserve bench NAME`. Each module has a `main(arguments)`, which parses its own options."""
+"""The benchmarks of `moeserve bench NAME`. The module of each has a `main(arguments)` and says what it measures."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Literal, get_args
+from pathlib import Path
 
-CommandName = Literal["throughput", "latency", "moe", "dispatch", "startup", "serve", "report"]
-COMMAND_NAMES: tuple[CommandName, ...] = get_args(CommandName)
-MODULES = {"dispatch": "parallel"}  # modules whose name differs from the command's
+MODULES = {
+    "throughput": "throughput",
+    "moe": "moe",
+    "kernels": "kernels",
+    "compare": "compare",
+    "servers": "servers",
+    "serve": "serve",
+    "startup": "startup",
+    "quality": "quality",
+    "ranks": "ranks",
+    "rebalance": "rebalance",
+    "gpu": "gpu.run",
+    "gpu_page": "gpu.page",
+    "host_step": "host_step",
+    "checkpoint": "checkpoints",
+    "peers": "peers.install",
+    "report": "report",
+}
 
 
-def run(name: CommandName, arguments: Sequence[str]) -> None:
-    """Run one benchmark. Only its module is imported."""
-    importlib.import_module(f"moeserve.bench.{MODULES.get(name, name)}").main(arguments)
+def summary(name: str) -> str:
+    """Return the first line of the docstring of a benchmark's module, which is not imported."""
+    path = Path(__file__).parent / f"{MODULES[name].replace('.', '/')}.py"
+    return path.read_text(encoding="utf-8").removeprefix('"""').splitlines()[0].removesuffix('"""')
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Run one benchmark, and return its exit status. Only its module is imported."""
+    return importlib.import_module(f"moeserve.bench.{MODULES[name]}").main(arguments) or 0

@@ -31,6 +31,8 @@ WEIGHT_FORMATS: dict[str, str] = {  # for engines whose weights are not bf16
     "moeserve-mxfp4": "mxfp4",
     "llama.cpp-q8_0": "q8_0",
     "llama.cpp-q4_0": "q4_0",
+    "ik_llama.cpp-q8_0": "q8_0",
+    "ik_llama.cpp-q4_0": "q4_0",
 }
 
 Call = TypeVar("Call", bound=Callable[..., Any])

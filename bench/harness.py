@@ -12,8 +12,11 @@ import json
 import math
 import os
 import platform
+import re
+import shutil
 import statistics
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -46,21 +49,32 @@ class Round:
         return mean_limits([self.before, self.after])
 
 
-def make_parser(module: str, description: str, *, rounds: int | None, threads: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have.
+def make_parser(name: str, doc: str | None, *, rounds: int | None, threads: bool = True) -> argparse.ArgumentParser:
+    """Return a parser of `moeserve bench NAME` with the options that all benchmarks have.
 
     Args:
-        module: "moeserve bench NAME", or the name of the benchmark's module for `python -m`.
+        doc: docstring of the benchmark's module, shown by --help.
         rounds: default of --rounds; None if the benchmark has no rounds.
     """
-    prog = module if " " in module else f"python -m moeserve.bench.{module}"
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = plain_parser(name, doc)
     parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
     if rounds is not None:
         parser.add_argument("--rounds", type=at_least(1), default=rounds, help=f"measurements (default: {rounds})")
     if threads:
         parser.add_argument("--threads", type=at_least(1), default=usable_cores(), help="default: all usable cores")
     return parser
+
+
+def plain_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of `moeserve bench NAME` without options, which shows a docstring, wrapped to the terminal."""
+    width = shutil.get_terminal_size().columns - 2
+    description = ""
+    for item in re.split(r"\n(?=\n|- )", (doc or "").strip()):
+        indent, text = "  " if item.startswith("- ") else "", " ".join(item.split())
+        description += "\n" * item.startswith("\n") + textwrap.fill(text, width, subsequent_indent=indent) + "\n"
+    formatter = argparse.RawDescriptionHelpFormatter
+    prog = f"moeserve bench {name}"
+    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
 
 
 def add_choices(parser: argparse.ArgumentParser, flag: str, names: Iterable[str], default: str) -> None:
@@ -93,11 +107,11 @@ def environment() -> Row:
 
     The load is the average number of runnable threads over the last minute.
     """
-    model, flags = _processor()
+    processor, flags = _processor()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
-        "cpu": model,
+        **processor,
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
         "kernels": None if (kernels := native_kernels()) is None else kernels.isa(),
         "cores": usable_cores(),
@@ -159,20 +173,6 @@ def interleave_with_limits(
     return interleave(
         {name: functools.partial(between_limits, measure) for name, measure in measures.items()}, num_rounds
     )
-
-
-def interleave_beside_limits(
-    measures: Mapping[str, Callable[[], float]], num_rounds: int, probe: LimitProbe
-) -> tuple[dict[str, list[float]], list[MachineLimits]]:
-    """Interleave measures, after a round that is not counted. Also return the machine's limits in each round."""
-    limits: list[MachineLimits] = []
-
-    def measure_limits() -> float:
-        limits.append(probe.measure())
-        return limits[-1].matmul_rate
-
-    samples = interleave({**measures, "limits": measure_limits}, num_rounds, warms_up=True)
-    return samples, limits[-num_rounds:]
 
 
 def call_timer(
@@ -259,12 +259,18 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _processor() -> tuple[str, set[str]]:
-    """Return the processor's name and its instruction set flags. The flags are known only on Linux."""
+def _processor() -> tuple[Row, set[str]]:
+    """Return the processor's name, family and model numbers, and its instruction set flags.
+
+    Names may be those of a cloud's hypervisor, which has one name for several generations. All but the name are known
+    only on Linux, and the numbers only of x86-64.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
     flags = fields.get("flags") or fields.get("Features") or ""
-    return fields.get("model name") or platform.processor() or platform.machine(), set(flags.split())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    numbers = {"cpu_family": fields.get("cpu family"), "cpu_model": fields.get("model")}
+    return {"cpu": name} | {key: int(value) if value else None for key, value in numbers.items()}, set(flags.split())

@@ -8,7 +8,6 @@ device.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import time
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moeserve.bench.harness import make_parser
+from moeserve.bench.report import show_and_save
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
@@ -31,11 +32,12 @@ from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import CudaGraphs
+from moeserve.worker.device_copies import GpuCopies, HostReading, Reading
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.pending_step import PendingStep
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
-from moeserve.worker.started_step import StartedStep
-from moeserve.worker.step_memory import GpuMemory, HostReading, Reading
-from moeserve.worker.step_replay import StepContext, do_nothing
+from moeserve.worker.step_runner import do_nothing
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
@@ -60,7 +62,7 @@ class NullModel:
     def __init__(self) -> None:
         self.groups = groups_of_one_rank()
         self.dispatchers = TorchDispatchers("local", self.groups.ep, cast(Any, None))
-        self.context = type("Context", (), {"backend": NOTHING})
+        self.context = type("Context", (), {"backend": NOTHING, "block_size": BLOCK_SIZE})
 
     def __call__(self, step: StepInputs, caches: Any) -> Tensor:
         return torch.empty(len(step.token_ids), 64, device=META)
@@ -74,8 +76,8 @@ def capture(run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
     return do_nothing, run()
 
 
-class NullMemory(GpuMemory):
-    """Memory of a device without values: every token that is read back is token 1."""
+class NullCopies(GpuCopies):
+    """Copies of a device without values: every token that is read back is token 1."""
 
     def __init__(self, table: RequestTable) -> None:
         super().__init__(table, META)
@@ -106,12 +108,10 @@ class DecodeSteps:
     def __init__(self, num_requests: int, context_len: int, params: RequestParams) -> None:
         max_blocks = context_len // BLOCK_SIZE + 64
         self.table = RequestTable(num_requests, max_blocks)
-        context = StepContext(
-            mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=META
-        )
+        context = RankContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, max_blocks=max_blocks, device=META)
         model = cast(Any, NullModel())
         self.runner = ModelRunner(model, context, CudaGraphs(model, [], context, (num_requests,), capture), self.table)
-        self.runner.memory = NullMemory(self.table)
+        self.runner.copies = NullCopies(self.table)
         self.slots = list(range(num_requests))
         self.position = context_len
         self.num_blocks = 0
@@ -128,7 +128,7 @@ class DecodeSteps:
             for slot in self.slots
         ]
         self.num_rounds = 0
-        self._started: StartedStep | None = None
+        self._started: PendingStep | None = None
         self._started = self._start(registrations=prompts)
 
     def step(self) -> None:
@@ -139,14 +139,14 @@ class DecodeSteps:
         assert earlier is not None
         earlier.finish()
 
-    def _start(self, **changes: Any) -> StartedStep:
+    def _start(self, **changes: Any) -> PendingStep:
         size = len(self.slots)
         plan = StepPlan(step=0, slots=self.slots, starts=[self.position] * size, lengths=[1] * size, **changes)
         self.position += 1
         row = make_row(Intent(num_tokens=size, is_decode_only=True), number=self.num_rounds, replica=0)
         agreement = agree([row], number=self.num_rounds, num_replicas=1)
         self.num_rounds += 1
-        padded_to = self.runner.replay.padded_size(agreement)
+        padded_to = self.runner.step_runner.padded_size(agreement)
         return self.runner.start(self.table.apply(plan), agreement.num_tokens, padded_to, self._started)
 
     def _new_blocks(self, number: int) -> list[int]:
@@ -177,17 +177,16 @@ KINDS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.host_step", description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("host_step", __doc__, rounds=None, threads=False)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--context", type=int, default=8192, help="tokens")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of sampling")
-    arguments = parser.parse_args()
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for name in arguments.kinds:
-        seconds, operations = measure(arguments.requests, arguments.context, KINDS[name])
-        print(f"{name}: {seconds * 1e3:.2f} ms, {operations} operations on the device")
-
-
-if __name__ == "__main__":
-    main()
+    facts = {"benchmark": "host_step", "requests": options.requests, "context": options.context}
+    rows = []
+    for name in options.kinds:
+        seconds, operations = measure(options.requests, options.context, KINDS[name])
+        rows.append(facts | {"kind": name, "ms": 1e3 * seconds, "operations": operations})
+    show_and_save(options.json, rows)

@@ -73,7 +73,7 @@ class LimitProbe:
         self._operations = 2 * rows.numel() * matmul_size
         self._products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(rows, weight)]
         backend = select_backend(torch.device("cpu"))
-        packing = products_ops.make_packing(backend)
+        packing = backend.packing
         if packing is not None:
             packed_format: PackedFormat = "float32" if dtype == torch.float32 else "bfloat16"
             packed = packing.pack(OpenWeights(weight[None]), packed_format, in_place=False)

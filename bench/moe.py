@@ -1,7 +1,5 @@
 """The experts of one layer, at the shapes of published models, compared with the machine's limit.
 
-    moeserve bench moe [--shape NAME ...] [--rows N ...] [--engine NAME ...] [--rounds 5] [--json PATH]
-
 - *rate*: rows per second of sorting by expert, both products and the weighted sum, with random routing. Rows and
   routing are new for each call. moeserve runs the code of its MoE layer, vLLM its fused operation, kt-kernel its BF16
   experts. A rate is the median of several calls, after one that is not counted. Before an engine is timed, its results
@@ -39,8 +37,8 @@ from moeserve.bench.peers.peers import EXPERTS_PEERS, start_experts_peer
 from moeserve.bench.report import show_and_save
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import share_experts
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import share_experts
 from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.weights import allocate_weights
@@ -71,7 +69,7 @@ Seconds = Callable[[int, int], list[float]]  # (rows, calls) -> seconds of each 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("moeserve bench moe", "Speed of the experts of one layer alone.", rounds=5)
+    parser = make_parser("moe", __doc__, rounds=5)
     add_choices(parser, "--shape", SHAPES, "all")
     parser.add_argument("--rows", type=at_least(1), action="append", help=f"repeatable (default: {NUM_ROWS})")
     add_choices(parser, "--engine", NAMES, "all that are installed")
@@ -155,7 +153,7 @@ def fill_mxfp4(weights: OpenWeights, source_eOI: Tensor) -> None:
 def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
     """Return moeserve's experts, with the same rows and routing as the adapters of other engines."""
     device = torch.device("cpu")
-    context = ModelContext(select_backend(device), groups_of_one_rank(), torch.bfloat16, device, quantization)
+    context = BuildContext(select_backend(device), groups_of_one_rank(), torch.bfloat16, device, quantization)
     pairs = pairs_ops.make(context.backend)
 
     def make(gate_up_EFD: Tensor, down_EDF: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -188,7 +186,3 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
         return [float(each) for each in answer["seconds"]]
 
     return seconds
-
-
-if __name__ == "__main__":
-    main()

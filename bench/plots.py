@@ -1,54 +1,84 @@
-"""Bar charts as SVG."""
+"""Bar charts as SVG, for light and for dark pages. Needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from pathlib import Path
 
-WIDTH, NAMES_WIDTH, VALUES_WIDTH = 720, 150, 60
-BAR, GROUP_GAP, TOP = 16, 30, 40
-COLOURS = ("#2563a8", "#6ba3d6", "#a9cbe8", "#d9822b", "#8a6fb0", "#c9a27a", "#7a7a7a", "#b5b5b5")  # as many as engines
+from moeserve.errors import missing_extra
+
+# The same colour for the same bar in every chart
+COLOURS = {
+    "moeserve": "#2f7dc4", "llama.cpp-bf16": "#e08a2c", "ik_llama.cpp-bf16": "#4c9f70",
+    "vllm": "#8d6cc0", "transformers": "#8a8f98",
+    "median": "#2f7dc4", "p90": "#e08a2c", "p99": "#8d6cc0",
+}  # fmt: skip
+THEMES = {"": ("#1f2328", "#d0d7de"), "-dark": ("#f0f6fc", "#3d444d")}  # suffix of the file: text, grid
+COLUMNS = 3
 
 
 @dataclass(frozen=True)
-class Bar:
-    name: str
-    value: float
-    shown: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """Bars under one title."""
+class Panel:
+    """Groups of bars under one title: values by name, by group."""
 
     title: str
-    bars: tuple[Bar, ...]
+    groups: Mapping[str, Mapping[str, float]]
 
 
-def bar_chart(title: str, groups: Sequence[Group]) -> str:
-    """Return an SVG image. A name has the same colour in all groups, and all bars have the same scale."""
-    names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
-    colour_of = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    largest = max(bar.value for group in groups for bar in group.bars)
-    scale = (WIDTH - NAMES_WIDTH - VALUES_WIDTH) / largest
-    parts = [_text(10, 22, title, "bold 15px")]
-    y = TOP
-    for group in groups:
-        parts.append(_text(10, y + 14, group.title, "bold 12px"))
-        y += 20
-        for bar in group.bars:
-            length = bar.value * scale
-            parts.append(_text(20, y + 12, bar.name, "12px"))
-            size = f'width="{length:.1f}" height="{BAR - 3}"'
-            parts.append(f'<rect x="{NAMES_WIDTH}" y="{y}" {size} fill="{colour_of[bar.name]}"/>')
-            parts.append(_text(NAMES_WIDTH + length + 5, y + 12, bar.shown, "12px"))
-            y += BAR
-        y += GROUP_GAP - BAR
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}">'
-    background = f'<rect width="{WIDTH}" height="{y}" fill="white"/>'
-    return "\n".join([head, background, *parts, "</svg>"]) + "\n"
+def save_bars(path: Path, panels: Sequence[Panel], unit: str, form: str = "{x:g}") -> list[Path]:
+    """Write a chart for light pages and one for dark ones, and return their paths. All panels have the same axis.
 
+    Args:
+        form: format of the values on the axis, named x.
 
-def _text(x: float, y: float, text: str, font: str) -> str:
-    return f'<text x="{x:.1f}" y="{y}" style="font: {font} sans-serif">{escape(text)}</text>'
+    Raises:
+        SettingsError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise missing_extra("charts need matplotlib", "viz", error) from None
+
+    if not panels:
+        return []
+    names = list(dict.fromkeys(name for panel in panels for group in panel.groups.values() for name in group))
+    names.sort(key=[*COLOURS].index)
+    columns = min(COLUMNS, len(panels))
+    num_rows = -(-len(panels) // columns)
+    paths = []
+    for suffix, (text, grid) in THEMES.items():
+        style = {
+            "text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text,
+            "axes.edgecolor": grid, "grid.color": grid,
+            "svg.fonttype": "none", "svg.hashsalt": "the same ids in every run",
+        }  # fmt: skip
+        with mpl.rc_context(style):
+            figure = Figure(figsize=(3.6 * columns + 0.6, 2.6 * num_rows + 0.5), layout="constrained")
+            axes = list(figure.subplots(num_rows, columns, sharey=True, squeeze=False).flat)
+            for panel, area in zip(panels, axes, strict=False):
+                for place, name in enumerate(names):
+                    offset = (place - (len(names) - 1) / 2) * 0.8 / len(names)
+                    bars = [(index, group[name]) for index, group in enumerate(panel.groups.values()) if name in group]
+                    positions = [index + offset for index, _ in bars]
+                    heights = [height for _, height in bars]
+                    area.bar(positions, heights, 0.8 / len(names), color=COLOURS[name])
+                area.set_title(panel.title, fontsize=10)
+                labels = [name.replace(", ", "\n") for name in panel.groups]
+                area.set_xticks(range(len(labels)), labels, fontsize=8)
+                area.grid(axis="y", linewidth=0.6)
+                area.set_axisbelow(True)
+                area.spines[["top", "right", "left"]].set_visible(False)
+            for area in axes[len(panels) :]:
+                area.set_axis_off()
+            axes[0].yaxis.set_major_formatter(form)
+            figure.supylabel(unit, fontsize=9)
+            patches = [Patch(color=COLOURS[name], label=name) for name in names]
+            figure.legend(handles=patches, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+            target = path.with_name(path.stem + suffix + path.suffix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(target, transparent=True, metadata={"Date": None})
+            paths.append(target)
+    return paths

@@ -1,7 +1,5 @@
 """The quality lost by quantization: the divergence of next-token probabilities from those of bf16 weights.
 
-    python -m moeserve.bench.quality [--model FOLDER] [--json PATH]
-
 The bf16 model continues some openings by sampling. Each format then computes the probabilities of every next token of
 the same texts. The results are the mean Kullback-Leibler divergence from bf16 over all positions, in nats over the
 whole vocabulary, and the fraction of positions with the same most likely token. float32 is included to show how far
@@ -15,19 +13,17 @@ been rounded. It is compared with its own bf16 results, on the same texts.
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.api.default_model import default_model
-from moeserve.bench.checkpoints import find_checkpoint
+from moeserve.bench.checkpoints import changed_copy, find_checkpoint
 from moeserve.bench.harness import make_parser
 from moeserve.bench.report import show_and_save
 from moeserve.config.environment import cache_folder
@@ -42,8 +38,9 @@ from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
-from moeserve.worker.step_replay import EagerSteps, StepContext
+from moeserve.worker.step_runner import EagerSteps
 
 # L positions, V vocabulary, P positions of all texts
 
@@ -63,7 +60,6 @@ OPENINGS = (
     "Dear Sir or Madam,",
     "Scientists have found that",
 )
-BLOCK_SIZE = 16
 MOVED = re.compile(r"(_proj|w[123])\.weight$")
 
 
@@ -77,7 +73,7 @@ class Difference:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("quality", "The quality lost by quantising.", rounds=None, threads=False)
+    parser = make_parser("quality", __doc__, rounds=None, threads=False)
     parser.add_argument("--model", help="checkpoint with a tokenizer (default: the default model)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of each text")
     options = parser.parse_args(arguments)
@@ -98,18 +94,16 @@ def move_weights(model: Path, folder: Path) -> Path:
 
     A step is a fifteenth of the range of 32 neighbouring inputs. The embedding, which is also the head, is unchanged.
     """
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     generator = torch.Generator().manual_seed(0)
-    for shard in sorted(model.glob("*.safetensors")):
-        tensors = load_file(shard)
-        for name, weight in tensors.items():
-            if MOVED.search(name):
-                groups = weight.float().unflatten(1, (-1, 32))
-                steps = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
-                moves = torch.rand(groups.shape, generator=generator) - 0.5
-                tensors[name] = (groups + steps * moves).flatten(1).to(weight.dtype)
-        save_file(tensors, folder / shard.name, metadata={"format": "pt"})
-    return folder
+
+    def moved(name: str, weight: Tensor) -> Tensor:
+        if not MOVED.search(name):
+            return weight
+        groups = weight.float().unflatten(1, (-1, 32))
+        steps = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+        return (groups + steps * (torch.rand(groups.shape, generator=generator) - 0.5)).flatten(1)
+
+    return changed_copy(model, folder, moved)
 
 
 def generated_texts(model: Path, num_tokens: int) -> list[list[int]]:
@@ -134,19 +128,18 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
     facts = read_facts(model)
     config = resolve(parse_settings(dict(settings)), facts, MachineFacts(num_cores=usable_cores()))
     loaded = load_model(config, groups_of_one_rank(), show_progress=False).model
-    num_blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
+    num_blocks = -(-max(map(len, texts)) // config.cache.block_size)
     rules = loaded.cache_needs.rules
-    replay = EagerSteps(loaded, loaded.make_caches(Places.equal(rules, num_blocks, BLOCK_SIZE)))
-    context = StepContext(
+    steps = EagerSteps(loaded, loaded.make_caches(Places.equal(rules, num_blocks)))
+    context = RankContext(
         mesh=groups_of_one_rank().mesh,
         tp_rank=0,
-        block_size=BLOCK_SIZE,
         max_blocks=num_blocks,
         device=torch.device("cpu"),
         rules=rules,
     )
     table = RequestTable(1, num_blocks, len(rules.tables))
-    runner = ModelRunner(loaded, context, replay, table)
+    runner = ModelRunner(loaded, context, steps, table)
     for text in texts:
         prompt = Registration(
             slot=0,
@@ -158,7 +151,7 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
             end_token_ids=[],
         )
         plan = StepPlan(step=0, slots=[0], starts=[0], lengths=[len(text)], registrations=[prompt])
-        hidden_LD = replay(runner.build_inputs(table.apply(plan), (len(text),))).hidden_TD
+        hidden_LD = steps(runner.build_inputs(table.apply(plan), (len(text),))).hidden_TD
         yield loaded.logits(hidden_LD).float().log_softmax(-1)
 
 
@@ -170,7 +163,3 @@ def difference(expected: Sequence[Tensor], actual: Iterator[Tensor]) -> Differen
         same.append(expected_LV.argmax(-1) == actual_LV.argmax(-1))
     divergence_P, same_P = torch.cat(divergences), torch.cat(same)
     return Difference(divergence_P.mean().item(), same_P.float().mean().item(), len(divergence_P))
-
-
-if __name__ == "__main__":
-    main()

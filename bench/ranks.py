@@ -1,15 +1,28 @@
-"""Ranks for benchmarks: processes that are started and connected like the engine's ranks, and execute timed orders.
+"""The cost of several ranks on one CPU host: agreement before a step, dispatch to experts, and collectives.
 
-The parent uses `Ranks`; each child runs `work`. Ranks without an order sleep.
+Ranks are processes that are started and connected like the engine's, and execute timed orders. The parent uses
+`Ranks`, each child runs `work`. Ranks without an order sleep. `moeserve bench compare ranks` measures whole engines.
+
+- *agreement*: the exchange before every step, in which replicas send their intents and reach the same decision.
+- *dispatch*: the tokens of one layer are sent to the ranks of their experts and back, without the experts' computation.
+  Random tokens, random experts. *ratio* is the speed-up over allgather.
+- *collectives*: each collective through shared memory and over gloo, as called from Python, on float32, and sums also
+  on bfloat16. *bytes* are sent from each rank to each rank. *ratio* is the speed-up over gloo.
+
+A sample is the median over calls and ranks; a 99th percentile is over all calls of all rounds. The entries of a table
+are measured alternately, after an uncounted round. With more ranks than cores, an exchange waits until every rank has
+been scheduled on a core.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import random
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +30,19 @@ import msgspec
 import torch
 from torch import Tensor
 
+from moeserve.bench.checkpoints import CONFIGS
+from moeserve.bench.gpu.inputs import Source
+from moeserve.bench.harness import (
+    Row,
+    add_choices,
+    at_least,
+    environment,
+    interleave,
+    make_parser,
+    percentile,
+    ratio_of_medians,
+)
+from moeserve.bench.report import show_and_save
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
 from moeserve.config.facts import MachineFacts
@@ -27,14 +53,13 @@ from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.store_server import start_store
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.dispatch.shared_rows import share_rows
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.machine import usable_cores
-from moeserve.models.rank_model import RankModel
 from moeserve.models.registry import read_facts
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.rows.interface import plain_rows
@@ -43,21 +68,21 @@ from moeserve.processes.child import Parent
 from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
-from moeserve.protocol import CacheStart, Registration, StepPlan
-from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import Intent, IntentFlags, Round, agree, make_row
-from moeserve.step_inputs import StepInputs
-from moeserve.telemetry.expert_load import LoadWindow, ranks_max_over_mean
-from moeserve.worker.process import join
+from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.worker.protocol import RankStart, rank_name
-from moeserve.worker.worker import Worker
+from moeserve.worker.rank_process import join
 
 # T tokens of this rank, D model width, E experts, K experts per token
 
 DispatcherName: TypeAlias = Literal["allgather", "all_to_all", "shared_memory"]
 DISPATCHERS: tuple[DispatcherName, ...] = ("allgather", "all_to_all", "shared_memory")
 LEAST_CALLS = 3  # minimum number of calls in a sample
-WARM_UP_STEPS = 3
+SAMPLE_SECONDS = 0.2  # duration of one sample
+NUM_RANKS = (2, 4)
+TOKENS_PER_RANK = (1, 16, 128, 1024)
+SHAPE = {"hidden_size": 2048, "num_experts": 64, "top_k": 8}  # close to DeepSeek-V2-Lite and OLMoE
+OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter")
+NUM_BYTES = (64, 2**11, 2**16, 2**21)
 
 
 class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"):
@@ -87,35 +112,7 @@ class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"
     num_calls: int = LEAST_CALLS
 
 
-class RunSteps(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
-    """Order: run prefill steps, gather expert loads, run until experts have moved, and run the same steps again."""
-
-    num_tokens: int  # of each replica in a step
-    num_steps: int  # number of steps before the move, and again after it
-    max_steps: int  # maximum number of steps while experts move
-    hottest: float  # ratio of the longest to the shortest router row
-
-
 Timed: TypeAlias = TimeAgreements | TimeDispatch | TimeCollective
-Order: TypeAlias = Timed | RunSteps
-
-
-class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of consecutive steps."""
-
-    seconds: list[float]  # of each step
-    max_over_mean: float  # load of the fullest rank over the mean, all layers together
-
-
-class Rebalanced(msgspec.Struct, frozen=True, kw_only=True, tag="rebalanced"):
-    """The answer to `RunSteps`."""
-
-    before: Steps
-    during: list[float]  # seconds of the steps during which experts were planned or moved
-    after: Steps
-
-
-Answer: TypeAlias = list[float] | Rebalanced  # seconds of each call, or steps
 
 
 class Ranks:
@@ -125,25 +122,25 @@ class Ranks:
         """Start the ranks of a layout.
 
         Args:
-            folder: a folder with a config.json. Weights are only read by `RunSteps`.
+            folder: a folder with a config.json. Weights are not read.
             settings: the engine's settings.
         """
         options = parse_settings({"num_threads": 1} | settings)
         config: EngineConfig = resolve(options, read_facts(folder), MachineFacts(num_cores=usable_cores()))
         self.num_ranks = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
         self._store = start_store()
-        self._children: list[WatchedProcess[Answer]] = [
+        self._children: list[WatchedProcess[list[float]]] = [
             start_process(
                 "moeserve.bench.ranks:work",
                 rank_name(config, rank),
                 RankStart(config=config, rank=rank, store=self._store.address),
-                Answer,
+                list[float],
                 environment=environment_of_rank(config, usable_cores()),
             )
             for rank in range(self.num_ranks)
         ]
 
-    def run(self, order: Order) -> list[Any]:
+    def run(self, order: Timed) -> list[list[float]]:
         """Send the order to all ranks, and return their answers by rank.
 
         Raises:
@@ -151,7 +148,7 @@ class Ranks:
         """
         for child in self._children:
             child.channel.send(order)
-        answers: dict[str, Answer] = {}
+        answers: dict[str, list[float]] = {}
         while len(answers) < len(self._children):
             wait_for_messages(self._children, None)
             for child in self._children:
@@ -168,12 +165,75 @@ class Ranks:
         end_all(self._children)
 
 
-def repeated(ranks: Ranks, order: Timed, sample_seconds: float) -> Callable[[], list[list[float]]]:
-    """Return a measure of the order, with as many calls as take about `sample_seconds`."""
-    ranks.run(order)  # connects and touches memory
-    seconds = statistics.mean(itertools.chain(*ranks.run(order)))
-    num_calls = max(LEAST_CALLS, int(sample_seconds / seconds))
-    return lambda: ranks.run(msgspec.structs.replace(order, num_calls=num_calls))
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("ranks", __doc__, rounds=3, threads=False)
+    add_choices(parser, "--table", TABLES, "all")
+    parser.add_argument(
+        "--ranks", type=at_least(2), action="append", help=f"number of ranks, repeatable (default: {NUM_RANKS})"
+    )
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(usable_cores())
+    machine = environment()  # recorded before the benchmark causes load
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS["mixtral-small"]))
+        for table in options.table or TABLES:
+            rows: list[Row] = []
+            for num_ranks in options.ranks or NUM_RANKS:
+                with Ranks(Path(folder), data_parallel_size=num_ranks) as ranks:
+                    for facts, orders in TABLES[table]():
+                        facts = {"benchmark": "ranks", "table": table, "num_ranks": num_ranks} | facts
+                        rows += [facts | row for row in timed(ranks, orders, options.rounds)]
+            show_and_save(options.json, rows, machine)
+
+
+def timed(ranks: Ranks, orders: Mapping[str, Timed], num_rounds: int) -> Iterator[Row]:
+    """Yield the row of each order. The ratio is its speed-up over the first one."""
+
+    def repeated(order: Timed) -> Callable[[], list[list[float]]]:
+        """Return a function that times the call of this order, repeated for about `SAMPLE_SECONDS`."""
+        ranks.run(order)  # connects and touches memory
+        seconds = statistics.mean(itertools.chain(*ranks.run(order)))
+        num_calls = max(LEAST_CALLS, int(SAMPLE_SECONDS / seconds))
+        return lambda: ranks.run(msgspec.structs.replace(order, num_calls=num_calls))
+
+    # Seconds of each call, by round and rank.
+    rounds = interleave({name: repeated(order) for name, order in orders.items()}, num_rounds, warms_up=True)
+    calls = {name: [list(itertools.chain(*of_ranks)) for of_ranks in each] for name, each in rounds.items()}
+    samples = {name: [statistics.median(seconds) for seconds in each] for name, each in calls.items()}
+    for name, each in samples.items():
+        yield {
+            "way": name,
+            "median_us": statistics.median(each) * 1e6,
+            "p99_us": percentile(itertools.chain(*calls[name]), 0.99) * 1e6,
+            "ratio": ratio_of_medians(next(iter(samples.values())), each),
+            "samples": each,
+        }
+
+
+Orders: TypeAlias = Iterator[tuple[Row, Mapping[str, Timed]]]  # facts of the rows, and what is compared
+
+
+def agreement() -> Orders:
+    yield {}, {"agreement": TimeAgreements()}
+
+
+def dispatch() -> Orders:
+    for num_tokens in TOKENS_PER_RANK:
+        yield (
+            {"tokens_per_rank": num_tokens, "shape": SHAPE},
+            {name: TimeDispatch(dispatcher=name, num_tokens=num_tokens, **SHAPE) for name in DISPATCHERS},
+        )
+
+
+def collectives() -> Orders:
+    for operation, dtype, num_bytes in itertools.product(OPERATIONS, ("float32", "bfloat16"), NUM_BYTES):
+        if dtype == "float32" or operation == "reduce_scatter":
+            facts: dict[str, Any] = {"operation": operation, "dtype": dtype, "num_bytes": num_bytes}
+            gloo, shared = (TimeCollective(transport=transport, **facts) for transport in ("gloo", "auto"))
+            yield facts, {"gloo": gloo, "shared memory": shared}
+
+
+TABLES = {"agreement": agreement, "dispatch": dispatch, "collectives": collectives}
 
 
 # The following functions run in the child processes.
@@ -181,7 +241,7 @@ def repeated(ranks: Ranks, order: Timed, sample_seconds: float) -> Callable[[], 
 
 def work(parent: Parent) -> None:
     start = parent.config(RankStart)
-    channel = parent.channel(Order)
+    channel = parent.channel(Timed)
     set_num_threads(start.config.compute.num_threads)
     groups = join(start)
     group_of_transport: dict[TransportName, GroupCoordinator] = {"auto": groups.world}
@@ -196,8 +256,6 @@ def work(parent: Parent) -> None:
                     if transport not in group_of_transport:
                         group_of_transport[transport] = _connect(start, transport)
                     channel.send(time_collective(group_of_transport[transport], order))
-                case RunSteps():
-                    channel.send(run_steps(Worker(start.config, groups, show_progress=False), start, order))
 
 
 def _timed(group: GroupCoordinator, num_calls: int, call: Callable[[], object]) -> list[float]:
@@ -225,13 +283,15 @@ def time_agreements(groups: Groups, num_calls: int) -> list[float]:
 def time_dispatch(groups: Groups, order: TimeDispatch) -> list[float]:
     placement = Placement.even(order.num_experts, groups.ep.world_size)
     device = torch.device("cpu")
-    context = ModelContext(select_backend(device), groups, torch.bfloat16, device)
+    context = BuildContext(select_backend(device), groups, torch.bfloat16, device)
     max_tokens = order.num_tokens * groups.ep.world_size
     is_shared = order.dispatcher == "shared_memory"
     rows = share_rows(groups.ep, max_tokens, order.top_k, order.hidden_size, context.dtype) if is_shared else None
     dispatcher = TorchDispatchers(order.dispatcher, groups.ep, context, rows).make(placement)
     hidden_TD, routing = random_tokens(order, groups.rank)
-    step = _step((order.num_tokens,) * groups.ep.world_size)
+    # Dispatchers read only the numbers of tokens of a step.
+    step = Source(device, torch.Generator(), context.dtype).step([(order.num_tokens, order.num_tokens)], 16)
+    step = dataclasses.replace(step, tokens_per_rank=(order.num_tokens,) * groups.ep.world_size)
 
     def exchange() -> None:
         arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()  # collective: all ep ranks
@@ -274,90 +334,3 @@ def random_tokens(order: TimeDispatch, rank: int) -> tuple[Tensor, Routing]:
     scores_TE = torch.rand(order.num_tokens, order.num_experts, generator=generator)
     experts_TK = scores_TE.topk(order.top_k, dim=-1).indices
     return hidden_TD, Routing(experts_TK, torch.full(experts_TK.shape, 1 / order.top_k))
-
-
-def _step(tokens_per_rank: tuple[int, ...]) -> StepInputs:
-    """Return a step for dispatchers, which read only the numbers of tokens."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return StepInputs(
-        token_ids=nothing,
-        positions=nothing,
-        cache_slots=nothing,
-        row_starts=nothing,
-        context_lens=nothing,
-        block_table=nothing,
-        logits_rows=nothing,
-        spans=(),
-        tp_sizes=tokens_per_rank[:1],
-        tokens_per_rank=tokens_per_rank,
-    )
-
-
-@torch.inference_mode()
-def run_steps(worker: Worker, start: RankStart, order: RunSteps) -> Rebalanced:
-    """Run steps of random prompts as an engine does. Without rebalancing, no experts move."""
-    rebalancer = worker.rebalancer
-    _skew_routers(worker.runner.model, order.hottest)
-    random_source = random.Random(start.rank)
-    step_index = 0
-    window: LoadWindow | None = None
-
-    def step(*, collects_load: bool = False) -> float:
-        nonlocal step_index, window
-        step_index += 1
-        began = time.perf_counter()
-        intent = Intent(
-            num_tokens=order.num_tokens,
-            is_decode_only=False,
-            flags=IntentFlags(requests_load=collects_load),
-        )
-        row = make_row(intent, number=step_index - 1, replica=start.dp_index)
-        plan = _prefill_plan(random_source, start, step_index, order.num_tokens)
-        result = worker.execute(Round(row=row, plan=plan)).result
-        assert result is not None
-        window = result.load or window
-        return time.perf_counter() - began
-
-    def load_since_last() -> float:
-        collected = worker.load_meter.collect(rebalancer.epoch if rebalancer else 0)  # collective: all ranks
-        assert collected is not None
-        return ranks_max_over_mean(collected.window)
-
-    for _ in range(WARM_UP_STEPS):
-        step()
-    before = [step() for _ in range(order.num_steps)]
-    during = [step(collects_load=True)]
-    assert window is not None
-    max_over_mean = ranks_max_over_mean(window)
-    while rebalancer and rebalancer.is_busy and len(during) < order.max_steps:
-        during.append(step())
-    load_since_last()
-    after = [step() for _ in range(order.num_steps)]
-    return Rebalanced(
-        before=Steps(seconds=before, max_over_mean=max_over_mean),
-        during=during,
-        after=Steps(seconds=after, max_over_mean=load_since_last()),
-    )
-
-
-def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num_tokens: int) -> StepPlan:
-    """Return a step with one prompt of random tokens."""
-    num_blocks = -(-num_tokens // start.config.cache.block_size)
-    token_ids = [random_source.randrange(start.config.texts.vocab_size) for _ in range(num_tokens)]
-    registration = Registration(
-        slot=0,
-        token_ids=[*token_ids, 0],  # one more than the chunk, so that nothing is sampled
-        num_prompt_tokens=num_tokens + 1,
-        cache=CacheStart([list(range(num_blocks))]),
-        params=RequestParams(),
-        seed=0,
-        end_token_ids=[],
-    )
-    return StepPlan(step=step, slots=[0], starts=[0], lengths=[num_tokens], registrations=[registration])
-
-
-def _skew_routers(model: RankModel, hottest: float) -> None:
-    """Make router rows longer with the index of the expert: experts with longer rows are chosen more often."""
-    for layer in model.moe_layers.values():
-        scale = torch.logspace(0, 1, len(layer.router.weight), base=hottest)
-        layer.router.weight.data.mul_(scale[:, None])

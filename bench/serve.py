@@ -1,7 +1,5 @@
 """Load on a server with OpenAI's API, and the latencies of its clients.
 
-    moeserve bench serve --url http://127.0.0.1:8000/v1 [--clients 8 | --rate 2] [--traffic FILE | 512:128]
-
 - *traffic*: lengths, arrival times and common prefixes of recorded requests, from the files that `moeserve simulate`
   reads, or one pair of lengths. Prompts are random token ids, which need no tokenizer; equal blocks of the record
   become equal tokens.
@@ -27,7 +25,7 @@ from typing import Any
 import msgspec
 
 from moeserve.bench.harness import Row, at_least, environment, make_parser, percentile, save
-from moeserve.bench.plots import Bar, Group, bar_chart
+from moeserve.bench.plots import Panel, save_bars
 from moeserve.errors import MoeserveError, missing_extra
 from moeserve.planner.traffic import RecordedRequest, Traffic, choose_traffic
 
@@ -83,15 +81,17 @@ class Answer:
         return self.event_times[0]
 
     @property
+    def between_tokens(self) -> list[float]:
+        return [after - before for before, after in zip(self.event_times, self.event_times[1:], strict=False)]
+
+    @property
     def per_token(self) -> float:
         """The mean time between tokens after the first."""
         return (self.event_times[-1] - self.first_token) / max(1, self.num_output - 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser(
-        "moeserve bench serve", "Load a server, and measure its clients' latencies.", rounds=None, threads=False
-    )
+    parser = make_parser("serve", __doc__, rounds=None, threads=False)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="default: http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", help="default: the server's first model")
@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=at_least(1000), default=30000, help="of random tokens (default: 30000)")
     parser.add_argument("--first-token-within", type=float, default=2.0, help="seconds, for goodput (default: 2)")
     parser.add_argument("--token-within", type=float, default=0.2, help="seconds, for goodput (default: 0.2)")
-    parser.add_argument("--plot", type=Path, help="write a bar chart of the waiting times, as SVG")
+    parser.add_argument(
+        "--plot", type=Path, help="write charts of the waiting times as SVG, for light and for dark pages"
+    )
     options = parser.parse_args(arguments)
     if options.rate is not None and options.rate <= 0:
         parser.error("--rate must be more than 0")
@@ -114,17 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     requests = take(choose_traffic(options.traffic).scaled(length=options.length), options.requests)
     prompts = draw_prompts(requests, options.vocab_size)
     arrivals = None if options.rate is None else arrivals_at(requests, options.rate)
-    answers, seconds = asyncio.run(
-        load(
-            options.url,
-            requests,
-            prompts,
-            num_clients=options.clients,
-            arrivals=arrivals,
-            model=options.model,
-            api_key=options.api_key,
-        )
-    )
+    how = {"num_clients": options.clients, "arrivals": arrivals, "model": options.model, "api_key": options.api_key}
+    answers, seconds = asyncio.run(load(options.url, requests, prompts, **how))
     row = summary(answers, seconds, options.first_token_within, options.token_within)
     asked = {"clients": options.clients} if options.rate is None else {"requests_per_second": options.rate}
     facts = {"benchmark": "serve", "url": options.url, "traffic": options.traffic or "sample", "length": options.length}
@@ -132,7 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         save(options.json, [facts | asked | row | {"environment": environment()}])
     if options.plot is not None:
-        options.plot.write_text(plot(row), encoding="utf-8")
+        waits = {name.replace("_", " "): row[name] for name in ("first_token", "between_tokens")}
+        title = f"{row['output_tokens_per_second']:.0f} output tokens per second"
+        save_bars(options.plot, [Panel(title, waits)], "seconds")
 
 
 def take(traffic: Traffic, num_requests: int) -> list[RecordedRequest]:
@@ -218,31 +213,34 @@ async def load(
                 }
                 await _send(session, f"{url}/completions", body, answers[index])
 
-            if arrivals is None:
-                return answers, await closed_loop(send, len(requests), num_clients)
-            began_at = time.perf_counter()
-
-            async def send_at(index: int, arrival_s: float) -> None:
-                await asyncio.sleep(arrival_s - (time.perf_counter() - began_at))
-                await send(index)
-
-            await asyncio.gather(*(send_at(index, arrival_s) for index, arrival_s in enumerate(arrivals)))
-            return answers, time.perf_counter() - began_at
+            return answers, await send_all(send, len(requests), num_clients, arrivals)
         except (aiohttp.ClientError, OSError, LookupError, ValueError) as error:
             raise ServerUnusableError(f"{url} does not serve requests: {error}") from None
 
 
-async def closed_loop(send: Callable[[int], Awaitable[None]], num_requests: int, num_clients: int) -> float:
-    """Send requests by index. Each client sends its next request when its last one has ended. Return the seconds."""
-    waiting = iter(range(num_requests))
+async def send_all(
+    send: Callable[[int], Awaitable[None]], num_requests: int, num_clients: int, arrivals: Sequence[float] | None
+) -> float:
+    """Send requests by index at their arrival times, or, without these, one after another by each client.
+
+    Returns:
+        The seconds from the first request to the end of the last.
+    """
+    waiting, began_at = iter(range(num_requests)), time.perf_counter()
 
     async def client() -> None:
         for index in waiting:
             await send(index)
 
-    began_at = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(num_clients)))
-    return time.perf_counter() - began_at
+    async def send_at(index: int, arrival_s: float) -> None:
+        await asyncio.sleep(arrival_s - (time.perf_counter() - began_at))
+        await send(index)
+
+    if arrivals is None:
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        return time.perf_counter() - began_at
+    await asyncio.gather(*itertools.starmap(send_at, enumerate(arrivals)))
+    return time.perf_counter() - began_at - arrivals[0]
 
 
 async def _send(session: Any, url: str, body: Row, answer: Answer) -> None:
@@ -274,11 +272,7 @@ def summary(answers: Sequence[Answer], seconds: float, first_token_within: float
     failed = [answer.error for answer in answers if answer.error is not None]
     if not served:
         raise ServerUnusableError(f"all {len(answers)} requests failed; the first with {failed[0]}")
-    between = [
-        after - before
-        for answer in served
-        for before, after in zip(answer.event_times, answer.event_times[1:], strict=False)
-    ]
+    between = [wait for answer in served for wait in answer.between_tokens]
     good = [each for each in served if each.first_token <= first_token_within and each.per_token <= token_within]
     return {
         "requests": len(answers),
@@ -309,21 +303,5 @@ def show(row: Row) -> None:
         print(f"{name.replace('_', ' '):28}{figures}")
 
 
-def plot(row: Row) -> str:
-    """Return a bar chart of the latencies as SVG."""
-    groups = [
-        Group(
-            name.replace("_", " "),
-            tuple(Bar(each, value, f"{1000 * value:.0f} ms") for each, value in row[name].items()),
-        )
-        for name in ("first_token", "between_tokens")
-    ]
-    return bar_chart(f"{row['output_tokens_per_second']:.0f} output tokens per second", groups)
-
-
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(seconds), "p90": percentile(seconds, 0.9), "p99": percentile(seconds, 0.99)}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,17 @@
-"""moeserve's server compared with other servers, and with `AsyncLLM` without HTTP, under the same load.
+"""Servers under the same load: moeserve's, vLLM's and llama.cpp's, and `AsyncLLM` without HTTP.
 
-    python -m moeserve.bench.servers [--model qwen3-mini] [--server NAME ...] [--clients 1 --clients 8 ...] [--rounds 3]
+All targets run at once, in bf16 with the same number of threads, and otherwise with their defaults; only one receives
+requests at a time. Prompts are random token ids, new for each request, so nothing is cached. Outputs have a fixed
+number of tokens and are streamed. Checkpoints without a tokenizer get one. Rounds of targets alternate.
 
-- *load*: a number of clients, each of which sends its next request when its last one has ended. Prompts are random
-  token ids, new for each request, so nothing is cached. Outputs have a fixed number of tokens and are streamed.
-- *servers*: `moeserve serve`, `vllm serve` and llama.cpp's `llama-server`, in bf16 with the same number of threads, and
-  otherwise with their defaults. All run at once, but only one receives requests. Checkpoints without a tokenizer get
-  one.
-- *asyncllm*: the same number of tasks on `AsyncLLM` in this process, with the engine in separate processes as in
-  `moeserve serve`. The difference is the cost of HTTP, including the client's, which shares the cores.
-- *tokens/s*: from the first request to the last token, including prefill. Medians over the rounds.
+- *--clients*: each client sends its next request when its last one has ended. *--rate*: requests arrive as a Poisson
+  process at this mean rate, whether or not earlier ones have ended, and with --long-every a long prompt among them
+  every so many seconds.
+- *asyncllm*: `AsyncLLM` in this process, with the engine in separate processes as in `moeserve serve`. The difference
+  is the cost of HTTP, including the client's, which shares the cores.
+- *prefill_decode*: two servers of moeserve with half of the threads each, one for prompts and one for decoding, behind
+  a router (docs/server.md). It needs `--new-tokens` of 2 or more, and 2 threads.
+- *rate*: output tokens per second, from the first request to the last token, including prefill; the median of rounds.
 - *first token*, *between tokens*: as in `moeserve bench serve`, over all requests of all rounds.
 """
 
@@ -18,47 +20,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import moeserve
 from moeserve import AsyncLLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
-from moeserve.bench.decode import Workload, draw_prompts
 from moeserve.bench.engines import start_all
 from moeserve.bench.harness import Row, add_choices, add_models, at_least, interleave, make_parser, percentile
+from moeserve.bench.peers import processes
 from moeserve.bench.peers.environments import PeerError, peers_folder, pinned_version, python_of, recommended_libraries
-from moeserve.bench.peers.llama_server import server_path
+from moeserve.bench.peers.install import server_path
 from moeserve.bench.peers.peers import make_gguf, peer_variables
 from moeserve.bench.report import show_and_save
-from moeserve.bench.serve import Answer, closed_loop, load
+from moeserve.bench.serve import FIRST_TOKEN_ID, Answer, load, send_all
 from moeserve.bench.vocabulary import with_tokenizer
 from moeserve.machine import usable_cores
-from moeserve.planner.traffic import fixed_traffic
+from moeserve.planner.traffic import RecordedRequest, fixed_traffic
 from moeserve.sampling_params import RequestOutputKind
 
 MODELS = ("qwen3-mini",)
 CLIENTS = (1, 8, 32)
 MIN_REQUESTS = 4
 KV_CACHE = "1GiB"
-SECONDS_TO_START = 900  # vLLM compiles at its first start
-SECONDS_TO_END = 20
 
-Prompts = Sequence[list[int]]
-Load = Callable[[Prompts, int, int], tuple[list[Answer], float]]  # (prompts, new tokens, clients)
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of one round, the same for all targets."""
+
+    requests: Sequence[RecordedRequest]
+    num_clients: int
+    arrivals: Sequence[float] | None  # seconds from the start; None: each client sends its next request after its last
+
+
+Send = Callable[[Load, list[list[int]]], tuple[list[Answer], float]]  # (load, prompts) -> answers, seconds
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Target:
 
     version: str
     settings: Row
-    run: Load
+    run: Send
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,14 @@ class Sizes:
     num_threads: int
     max_requests: int
     max_request_tokens: int
+    quantization: str | None
+
+    def own_settings(self, num_threads: int) -> Row:
+        settings = {
+            "dtype": "bfloat16", "num_threads": num_threads, "max_model_len": self.max_request_tokens,
+            "max_num_seqs": self.max_requests, "kv_cache_memory": KV_CACHE, "packed_cache": 0,
+        }  # fmt: skip
+        return settings | ({"quantization": self.quantization} if self.quantization else {})
 
 
 @dataclass(frozen=True)
@@ -91,68 +105,99 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("servers", "Servers under the same load.", rounds=3)
+    parser = make_parser("servers", __doc__, rounds=3)
     add_models(parser, MODELS)
-    add_choices(parser, "--server", STARTS, "all that are installed")
-    parser.add_argument(
-        "--clients", type=at_least(1), action="append", help=f"clients at a time, repeatable (default: {CLIENTS})"
-    )
-    parser.add_argument("--requests", type=at_least(1), default=2, help="requests of each client (default: 2)")
+    add_choices(parser, "--server", STARTS, "all that are installed, without prefill_decode")
+    parser.add_argument("--clients", type=at_least(1), action="append", help=f"repeatable (default: {CLIENTS})")
+    parser.add_argument("--rate", type=float, action="append", help="requests per second instead, repeatable")
+    parser.add_argument("--requests", type=at_least(1), help="of each client (default: 2), or of each rate (16)")
     parser.add_argument("--prompt-tokens", type=at_least(1), default=128)
-    parser.add_argument("--new-tokens", type=at_least(2), default=64, help="new tokens of each request")
+    parser.add_argument("--new-tokens", type=at_least(2), default=64, help="new tokens of each request (default: 64)")
+    parser.add_argument("--long-every", type=float, help="seconds between long prompts, with --rate")
+    parser.add_argument("--long-tokens", type=at_least(1), default=2048, help="tokens of a long prompt")
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="of moeserve")
     options = parser.parse_args(arguments)
-    clients: Sequence[int] = options.clients or CLIENTS
+    if min([*(options.rate or ()), options.long_every or 1.0, 1.0]) <= 0:
+        parser.error("--rate and --long-every must be more than 0")
+    if "prefill_decode" in (options.server or ()) and options.threads < 2:
+        parser.error("--threads must be at least 2 for prefill_decode, one for each engine")
+    fixed = fixed_traffic(options.prompt_tokens, options.new_tokens).requests
+    loads: dict[str, Load] = {}
+    for number in () if options.rate else options.clients or CLIENTS:
+        count = max(MIN_REQUESTS, (options.requests or 2) * number)
+        loads[f"{number} clients"] = Load(fixed * count, number, None)
+    for rate in options.rate or ():
+        arrivals = draw_arrivals(rate, options.requests or 16, random.Random(0))
+        sent = [(arrival, fixed[0]) for arrival in arrivals]
+        if options.long_every:
+            long = fixed_traffic(options.long_tokens, options.new_tokens).requests[0]
+            count = int(arrivals[-1] / options.long_every) + 1
+            sent += [(index * options.long_every, long) for index in range(count)]
+            sent.sort(key=lambda each: each[0])
+        loads[f"{rate:g} requests/s"] = Load([request for _, request in sent], 1, [arrival for arrival, _ in sent])
+    longest = max(max(each.prompt_tokens for each in load.requests) for load in loads.values()) + options.new_tokens
+    max_requests = max(len(load.requests) if load.arrivals else load.num_clients for load in loads.values())
+    sizes = Sizes(options.threads, min(64, max_requests), longest, options.quantization)
     for checkpoint in map(find_checkpoint, options.model or MODELS):
         model = with_tokenizer(checkpoint)
-        sizes = Sizes(options.threads, max(clients), options.prompt_tokens + options.new_tokens)
         with ExitStack() as stack:
+            known = [name for name in STARTS if name != "prefill_decode"]
             start = functools.partial(start_target, model, sizes, stack)
-            targets, left_out = start_all(options.server, list(STARTS), start)
+            targets, left_out = start_all(options.server, known, start)
             vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
             facts = {"benchmark": "servers", "model": checkpoint.name, "without": left_out}
-            for number in clients:  # vLLM compiles at the first step of a size
-                warm_up = Workload(number, options.prompt_tokens, min(8, options.new_tokens), vocab_size)
-                measure(targets, warm_up, number, 1)
-            for number in clients:
-                num_requests = max(MIN_REQUESTS, options.requests * number)
-                workload = Workload(num_requests, options.prompt_tokens, options.new_tokens, vocab_size)
-                show_and_save(options.json, [facts | measure(targets, workload, number, options.rounds)])
+            for each in loads.values():  # vLLM compiles at the first step of a size
+                measure(targets, Load(each.requests[: each.num_clients + 1], each.num_clients, None), vocab_size, 1)
+            for name, each in loads.items():
+                row = facts | {"load": name, "clients": None if each.arrivals else each.num_clients}
+                show_and_save(options.json, [row | measure(targets, each, vocab_size, options.rounds)])
 
 
-def measure(targets: dict[str, Target], workload: Workload, num_clients: int, num_rounds: int) -> Row:
-    """Return the row for one number of clients.
+def draw_arrivals(rate: float, num_requests: int, random_source: random.Random) -> list[float]:
+    """Draw the arrivals of a Poisson process of `rate` requests per second."""
+    return list(itertools.accumulate(random_source.expovariate(rate) for _ in range(num_requests)))
+
+
+def measure(targets: dict[str, Target], load: Load, vocab_size: int, num_rounds: int) -> Row:
+    """Return the row for one load.
 
     Raises:
         PeerError: a request failed.
     """
-    sources = {name: random.Random(num_clients) for name in targets}
+    sources = {name: random.Random(load.num_clients) for name in targets}
+    tokens = range(min(FIRST_TOKEN_ID, vocab_size // 2), vocab_size)
 
     def one_round(name: str) -> tuple[list[Answer], float]:
-        prompts = draw_prompts(workload, sources[name])  # the same for all servers
-        answers, seconds = targets[name].run(prompts, workload.new_tokens, num_clients)
-        for answer in answers:
-            if answer.error is not None or answer.num_output != workload.new_tokens:
+        # The same prompts for all servers.
+        prompts = [sources[name].choices(tokens, k=each.prompt_tokens) for each in load.requests]
+        answers, seconds = targets[name].run(load, prompts)
+        for answer, request in zip(answers, load.requests, strict=True):
+            if answer.error is not None or answer.num_output != request.output_tokens:
                 raise PeerError(f"{name} has answered {answer.num_output} tokens: {answer.error}")
         return answers, seconds
 
     samples = interleave({name: functools.partial(one_round, name) for name in targets}, num_rounds)
+    first = min(load.requests, key=lambda each: each.prompt_tokens)
     return {
-        "clients": num_clients,
-        "workload": asdict(workload),
+        "workload": {
+            "batch": len(load.requests), "prompt_tokens": first.prompt_tokens, "new_tokens": first.output_tokens,
+        },
         "engines": {
             name: {"version": targets[name].version, "settings": targets[name].settings, **figures(rounds)}
             for name, rounds in samples.items()
         },
-    }
+    }  # fmt: skip
 
 
 def figures(rounds: Sequence[tuple[list[Answer], float]]) -> Row:
-    """Return the rate and latencies of a server, over all rounds and in each."""
-    return {
-        "rate": statistics.median(rate(*each) for each in rounds),
-        **waits([answer for answers, _ in rounds for answer in answers]),
-        "rounds": [{"rate": rate(answers, seconds), **waits(answers)} for answers, seconds in rounds],
-    }
+    """Return the rate and latencies of a server, over all rounds and in each. Long prompts have their own latencies."""
+    row: Row = {"rate": statistics.median(rate(*each) for each in rounds)}
+    answers = [answer for of_round, _ in rounds for answer in of_round]
+    lengths = sorted({answer.num_prompt for answer in answers})
+    for length in lengths:
+        own = waits([answer for answer in answers if answer.num_prompt == length])
+        row |= own if length == lengths[0] else {f"prompts of {length}": own}
+    return row | {"rounds": [{"rate": rate(*each), **waits(each[0])} for each in rounds]}
 
 
 def rate(answers: Sequence[Answer], seconds: float) -> float:
@@ -163,11 +208,7 @@ def waits(answers: Sequence[Answer]) -> Row:
     """Return medians and 99th percentiles, in seconds."""
     kinds = {
         "first_token": [answer.first_token for answer in answers],
-        "between_tokens": [
-            after - before
-            for answer in answers
-            for before, after in zip(answer.event_times, answer.event_times[1:], strict=False)
-        ],
+        "between_tokens": [wait for answer in answers for wait in answer.between_tokens],
     }
     return {
         name: {"median": statistics.median(values), "p99": percentile(values, 0.99)} for name, values in kinds.items()
@@ -177,35 +218,25 @@ def waits(answers: Sequence[Answer]) -> Row:
 # ---- Targets
 
 
-def own_settings(sizes: Sizes) -> Row:
-    return {
-        "dtype": "bfloat16",
-        "num_threads": sizes.num_threads,
-        "max_model_len": sizes.max_request_tokens,
-        "max_num_seqs": sizes.max_requests,
-        "kv_cache_memory": KV_CACHE,
-        "packed_cache": 0,
-    }
-
-
 @contextlib.contextmanager
 def async_llm(model: Path, sizes: Sizes) -> Iterator[Target]:
     """Start `AsyncLLM` with the settings that the server uses."""
-    llm = AsyncLLM(model, executor="mp", show_progress=False, **own_settings(sizes))
+    llm = AsyncLLM(model, executor="mp", show_progress=False, **sizes.own_settings(sizes.num_threads))
 
-    async def run(prompts: Prompts, new_tokens: int, num_clients: int) -> tuple[list[Answer], float]:
+    async def run(load: Load, prompts: list[list[int]]) -> tuple[list[Answer], float]:
         answers = [Answer(len(prompt)) for prompt in prompts]
-        params = SamplingParams(
-            temperature=0, max_tokens=new_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
 
         async def send(index: int) -> None:
             sent_at, answer = time.perf_counter(), answers[index]
+            params = SamplingParams(
+                temperature=0, max_tokens=load.requests[index].output_tokens, ignore_eos=True,
+                output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
             async for output in llm.generate({"prompt_token_ids": prompts[index]}, params):
                 answer.event_times.append(time.perf_counter() - sent_at)
                 answer.num_output += len(output.outputs[0].token_ids)
 
-        return answers, await closed_loop(send, len(prompts), num_clients)
+        return answers, await send_all(send, len(prompts), load.num_clients, load.arrivals)
 
     try:
         yield Target(f"moeserve {moeserve.__version__}", {}, lambda *arguments: asyncio.run(run(*arguments)))
@@ -213,9 +244,9 @@ def async_llm(model: Path, sizes: Sizes) -> Iterator[Target]:
         llm.shutdown()
 
 
-def moeserve_command(model: Path, sizes: Sizes, port: int) -> Command:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in own_settings(sizes).items()]
-    arguments = [sys.executable, "-m", "moeserve", "serve", str(model), f"--port={port}", *flags]
+def moeserve_command(model: Path | None, settings: Row, port: int) -> Command:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    arguments = [sys.executable, "-m", "moeserve", "serve", *([str(model)] if model else []), f"--port={port}", *flags]
     return Command(arguments, dict(os.environ), "/ready", f"moeserve {moeserve.__version__}", {})
 
 
@@ -250,6 +281,10 @@ def llama_command(model: Path, sizes: Sizes, port: int) -> Command:
     return Command(arguments, variables, "/health", version, {"preloaded": []})
 
 
+def own_command(model: Path, sizes: Sizes, port: int) -> Command:
+    return moeserve_command(model, sizes.own_settings(sizes.num_threads), port)
+
+
 def start_target(model: Path, sizes: Sizes, stack: ExitStack, name: str) -> Target:
     """Start a server or `AsyncLLM`. Closing the stack stops it.
 
@@ -260,56 +295,52 @@ def start_target(model: Path, sizes: Sizes, stack: ExitStack, name: str) -> Targ
 
 
 @contextlib.contextmanager
-def started(name: str, command: Callable[[Path, Sizes, int], Command], model: Path, sizes: Sizes) -> Iterator[Target]:
-    """Start a server, and stop it when the context is left.
+def serving(name: str, make: Callable[[int], Command]) -> Iterator[tuple[str, Command]]:
+    """Start a server, yield its URL when it is ready, and stop it when the context is left.
 
-    Raises:
-        PeerError: it is not installed, or does not start.
+    Args:
+        make: returns the command for a port.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    start, log = command(model, sizes, port), peers_folder() / "logs" / f"server-{name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            start.arguments, env=start.variables, stdout=output, stderr=output, preexec_fn=os.setpgrp
-        )
+    command, log = make(port), peers_folder() / "logs" / f"server-{name}.log"
+    process = processes.start(command.arguments, log, command.variables)
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(process, f"{url}{start.ready_path}", name, log)
-
-        def run(prompts: Prompts, new_tokens: int, num_clients: int) -> tuple[list[Answer], float]:
-            requests = fixed_traffic(len(prompts[0]), new_tokens).requests * len(prompts)
-            return asyncio.run(load(f"{url}/v1", requests, prompts, num_clients=num_clients))
-
-        yield Target(start.version, start.settings, run)
+        processes.wait_until_ready(process, f"http://127.0.0.1:{port}{command.ready_path}", name, log)
+        yield f"http://127.0.0.1:{port}", command
     finally:
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS_TO_END)
-        with contextlib.suppress(ProcessLookupError):  # the server, or processes that it left behind
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        processes.end(process)
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, name: str, log: Path) -> None:
-    deadline = time.monotonic() + SECONDS_TO_START
-    while True:
-        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=5):
-            return
-        if process.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-            raise PeerError(f"{name} does not start\n{log} ends with:\n{tail}")
-        time.sleep(0.2)
+def target_of(url: str, command: Command) -> Target:
+    def run(each: Load, prompts: list[list[int]]) -> tuple[list[Answer], float]:
+        sending = load(f"{url}/v1", each.requests, prompts, num_clients=each.num_clients, arrivals=each.arrivals)
+        return asyncio.run(sending)
+
+    return Target(command.version, command.settings, run)
+
+
+@contextlib.contextmanager
+def started(name: str, command: Callable[[Path, Sizes, int], Command], model: Path, sizes: Sizes) -> Iterator[Target]:
+    with serving(name, functools.partial(command, model, sizes)) as (url, made):
+        yield target_of(url, made)
+
+
+@contextlib.contextmanager
+def prefill_decode(model: Path, sizes: Sizes) -> Iterator[Target]:
+    with ExitStack() as stack:
+        half, urls = sizes.num_threads // 2, {}
+        for name, num_threads in (("prefill", half), ("decode", sizes.num_threads - half)):
+            settings = sizes.own_settings(num_threads) | {"kv_transfer_address": "127.0.0.1"}
+            urls[name], _ = stack.enter_context(serving(name, functools.partial(moeserve_command, model, settings)))
+        yield target_of(*stack.enter_context(serving("router", functools.partial(moeserve_command, None, urls))))
 
 
 STARTS: dict[str, Callable[[Path, Sizes], contextlib.AbstractContextManager[Target]]] = {
     "asyncllm": async_llm,
-    "moeserve": functools.partial(started, "moeserve", moeserve_command),
+    "moeserve": functools.partial(started, "moeserve", own_command),
     "vllm": functools.partial(started, "vllm", vllm_command),
     "llama.cpp": functools.partial(started, "llama.cpp", llama_command),
+    "prefill_decode": prefill_decode,
 }
-
-
-if __name__ == "__main__":
-    main()

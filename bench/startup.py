@@ -1,7 +1,5 @@
 """Seconds from start-up to the first token, from the checkpoint and from a packed copy of it.
 
-    moeserve bench startup [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
-
 - *start*: each sample is a new process. *seconds* are from making the `LLM` to the first token after a prompt of 32
   tokens; *loading* is the part until the model is loaded. *imports* is the time from the start of the process until
   moeserve is imported, and *beyond_torch* the time from the end of `import torch` to the first token.
@@ -47,7 +45,7 @@ Start = dict[str, float]  # seconds by part; for other engines only "seconds"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("moeserve bench startup", "Seconds until the first token.", rounds=5)
+    parser = make_parser("startup", __doc__, rounds=5)
     add_models(parser, MODELS)
     parser.add_argument("--quantization", choices=["int8", "int4"])
     add_choices(parser, "--engine", ["moeserve", *PEERS], "moeserve")
@@ -128,11 +126,8 @@ def start_peer_once(name: str, model: Path, threads: int) -> Start:
 
 def read_into_memory(files: Iterable[Path]) -> None:
     """Read all files, so that a start after a cold one does not have to load the dropped pages."""
-    buffer = bytearray(2**24)
     for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+        path.read_bytes()
 
 
 def drop_from_memory(files: Iterable[Path]) -> None:
@@ -149,7 +144,3 @@ def drop_from_memory(files: Iterable[Path]) -> None:
 def median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Tokens per second of moeserve and other engines on the same checkpoints, compared with the machine's limit.
 
-    moeserve bench throughput [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
-
 - *cells*: for each model, decoding 1, 8 and 32 requests after prompts of 32 tokens, and prefill of 4 prompts of 512.
   `decode.py` describes the rates.
 - *engines*: all decode greedily with the same number of threads on the same prompts, in bf16 unless their name says
@@ -9,9 +7,9 @@
   Before the rounds of a cell, each engine runs once without being counted.
 - *limit*: the time to read the weights of a step at the memory bandwidth, or the time for its multiply-adds at the bf16
   matrix rate, whichever is longer (`costs.py`). Both rates are measured before and after every sample, and averaged.
-- *goal*: a multiple of the best bf16 peer's rate, or a share of the limit if that is lower. `reached` is moeserve's
-  rate divided by the goal, so the goal is met from 1 on. `without` gives the bf16 peers that were not measured, and the
-  reasons.
+- *goals*: for each of our engines a multiple of the rate of the best peer of the same bits (bf16, int8 and q8_0, int4
+  and q4_0), or a share of the limit if that is lower. `reached` is our rate divided by the goal, so a goal is met from
+  1 on. `without` gives the peers of the same bits that were not measured, and the reasons.
 """
 
 from __future__ import annotations
@@ -46,11 +44,19 @@ from moeserve.ops.native import native_kernels, set_num_threads
 MODELS = ("mixtral-mini", "deepseek-mini", "qwen3-mini")
 BATCHES = (1, 8, 32)
 PREFILL_BATCH = 4
-BF16_PEERS = ("vllm", "llama.cpp-bf16", "transformers")
-# (multiple of the best bf16 peer's rate, share of the limit): the lower of the two rates is the goal.
-DECODE_GOALS = {1: (1.15, 0.90), 8: (1.3, 0.90), 32: (1.8, 0.88)}  # by batch
-PREFILL_GOAL = (1.8, 0.85)
-AVX2_GOAL = (1.1, 1.0)  # for all cells, on processors without AVX-512
+PEERS_OF = {  # peers whose weights have the same bits
+    "moeserve": ("vllm", "llama.cpp-bf16", "ik_llama.cpp-bf16", "transformers"),
+    "moeserve-int8": ("llama.cpp-q8_0", "ik_llama.cpp-q8_0"),
+    "moeserve-int4": ("llama.cpp-q4_0", "ik_llama.cpp-q4_0"),
+}
+# (multiple of the best peer's rate, share of the limit): the lower of the two rates is the goal.
+DECODE_GOALS = {  # by batch
+    "moeserve": {1: (1.1, 0.93), 8: (1.3, 0.90), 32: (1.8, 0.88)},
+    "moeserve-int8": {1: (1.1, 0.75), 8: (1.5, 0.75), 32: (2.5, 0.75)},
+    "moeserve-int4": {1: (1.1, 0.70), 8: (1.5, 0.70), 32: (2.5, 0.70)},
+}
+PREFILL_GOALS = {"moeserve": (1.8, 0.85), "moeserve-int8": (2.5, 0.85), "moeserve-int4": (2.5, 0.85)}
+AMX_PREFILL_GOAL = (1.3, 0.85)  # in bf16
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,13 @@ class Cell:
     def name(self) -> str:
         return f"{self.kind}, batch {self.workload.batch}"
 
-    @property
-    def goal(self) -> tuple[float, float] | None:
-        """The multiple of the best peer's rate and the share of the limit, one of which moeserve should reach."""
+    def goal(self, engine: str) -> tuple[float, float] | None:
+        """Return the multiple of the best peer's rate and the share of the limit, one of which to reach."""
+        if self.kind == "decode":
+            return DECODE_GOALS[engine].get(self.workload.batch)
         kernels = native_kernels()
-        if kernels is not None and kernels.isa().startswith("avx2"):
-            return AVX2_GOAL
-        return DECODE_GOALS.get(self.workload.batch) if self.kind == "decode" else PREFILL_GOAL
+        is_amx = kernels is not None and kernels.isa() == "amx"
+        return AMX_PREFILL_GOAL if is_amx and engine == "moeserve" else PREFILL_GOALS[engine]
 
     def limit_rate(self, model: Path, engine: str, limits: MachineLimits) -> float:
         """Return the tokens per second of an ideal engine."""
@@ -82,7 +88,7 @@ class Cell:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("moeserve bench throughput", "Tokens per second of moeserve and other engines.", rounds=5)
+    parser = make_parser("throughput", __doc__, rounds=5)
     add_models(parser, MODELS)
     add_choices(parser, "--engine", ENGINE_NAMES, "all that are installed")
     parser.add_argument("--kind", choices=["decode", "prefill"], help="default: both")
@@ -116,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             engines, left_out = start_all(options.engine, ENGINE_NAMES, start)
             for cell in cells:
                 row = measure(model, cell, engines, options.rounds, probe)
-                row |= {"goal": goal_of(cell, row["engines"], left_out), "left_out": left_out}
+                row |= {"goals": goals_of(cell, row["engines"], left_out), "left_out": left_out}
                 show_and_save(options.json, [row])
 
 
@@ -141,25 +147,27 @@ def measure(
     }
 
 
-def goal_of(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapping[str, str]) -> Row | None:
-    """Return the cell's goal, and the fraction of it that was reached; None without a goal or a bf16 peer."""
-    peers = [name for name in BF16_PEERS if name in results]
-    if cell.goal is None or not peers or "moeserve" not in results:
-        return None
-    multiple, of_limit = cell.goal
-    best = max(peers, key=lambda name: float(results[name]["rate"]))
-    reached = [
-        own["rate"] / min(multiple * other["rate"], of_limit * own["limit_rate"])
-        for own, other in zip(results["moeserve"]["rounds"], results[best]["rounds"], strict=True)
-    ]
-    return {
-        "best_peer": best,
-        "ratio": multiple,
-        "of_limit": of_limit,
-        "reached": statistics.median(reached),
-        "without": {name: left_out.get(name, "not selected") for name in BF16_PEERS if name not in results},
-    }
+def goals_of(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapping[str, str]) -> Row:
+    """Return the cell's goal for each of our engines, and the fraction of it that was reached.
 
-
-if __name__ == "__main__":
-    main()
+    Engines without a goal, or without a peer of the same bits, are left out.
+    """
+    goals = {}
+    for engine, known in PEERS_OF.items():
+        goal, peers = cell.goal(engine), [name for name in known if name in results]
+        if goal is None or not peers or engine not in results:
+            continue
+        multiple, of_limit = goal
+        best = max(peers, key=lambda name: float(results[name]["rate"]))
+        reached = [
+            own["rate"] / min(multiple * other["rate"], of_limit * own["limit_rate"])
+            for own, other in zip(results[engine]["rounds"], results[best]["rounds"], strict=True)
+        ]
+        goals[engine] = {
+            "best_peer": best,
+            "ratio": multiple,
+            "of_limit": of_limit,
+            "reached": statistics.median(reached),
+            "without": {name: left_out.get(name, "not selected") for name in known if name not in results},
+        }
+    return goals

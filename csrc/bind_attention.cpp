@@ -69,7 +69,11 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   if (key_scales.has_value() != value_scales.has_value()) refuse("key_scales and value_scales go together");
   if (!key_scales) check_type("key_cache", key_cache, query.type, "query's");
   check_array("out", out, {query.size(0), num_heads, out_size}, query.type, "query's");
-  if (sinks) check_array("sinks", *sinks, {num_heads}, ElementType::kFloat32, "float32");
+  if (sinks && sinks->num_dims == 2) {
+    check_array("sinks", *sinks, {query.size(0), num_heads}, ElementType::kFloat32, "float32");
+  } else if (sinks) {
+    check_array("sinks", *sinks, {num_heads}, ElementType::kFloat32, "float32");
+  }
   if (biases) {
     check_dims("biases", *biases, 3);
     check_array("biases", *biases, {query.size(0), num_heads, biases->size(2)}, query.type, "query's");
@@ -94,6 +98,7 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.row_starts = numbers<int32_t>(row_starts);
   step.context_lens = numbers<int32_t>(context_lens);
   step.sinks = sinks ? numbers<float>(*sinks) : nullptr;
+  step.has_token_sinks = sinks && sinks->num_dims == 2;
   step.out = out.data;
   step.query_token_stride = query.strides[0];
   step.query_head_stride = query.strides[1];

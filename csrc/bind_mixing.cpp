@@ -1,4 +1,4 @@
-// Bindings of weighted sums of rows, GELU, and the mixing of heads.
+// Bindings of weighted sums of rows, GELU, the mixing of heads, limits of lengths, and attention to sums.
 
 #include <nanobind/stl/optional.h>
 
@@ -86,6 +86,61 @@ void mix(const Tensor& projected, const Tensor& convolved, const Tensor& tempera
   run_kernel([step] { mix_heads(step); });
 }
 
+void limit(const Tensor& x, const std::optional<Tensor>& scale, double length, const Tensor& out) {
+  check_dims("x", x, 3);
+  check_float_type("x", x);
+  check_contiguous("x", x, 1);
+  const int64_t num_heads = x.size(1), size = x.size(2);
+  if (scale) check_array("scale", *scale, {num_heads, size}, ElementType::kFloat32, "float32");
+  check_array("out", out, {x.size(0), num_heads, size}, x.type, "x's");
+
+  LengthLimit step{};
+  step.type = x.type;
+  step.x = x.data;
+  step.token_stride = x.strides[0];
+  step.scale = scale ? numbers<float>(*scale) : nullptr;
+  step.out = out.data;
+  step.limit = static_cast<float>(length);
+  step.num_tokens = x.size(0);
+  step.num_heads = num_heads;
+  step.head_size = size;
+  run_kernel([step] { limit_lengths(step); });
+}
+
+void attend(const Tensor& sums, const std::optional<Tensor>& update, const std::optional<Tensor>& queries,
+            const std::optional<Tensor>& out, int64_t num_sums, bool begins) {
+  check_dims("sums", sums, 3);
+  check_float_type("sums", sums);
+  check_contiguous("sums", sums, 1);
+  const int64_t num_tokens = sums.size(0), width = sums.size(2);
+  if (num_sums < 1 || num_sums > sums.size(1) || num_sums > kMaxSums) {
+    refuse("num_sums=" + std::to_string(num_sums) + " does not fit sums of shape " + shape_text(sums) +
+           ", of which at most " + std::to_string(kMaxSums) + " are read");
+  }
+  if (update) check_array("update", *update, {num_tokens, width}, sums.type, "sums'");
+  if (queries.has_value() != out.has_value()) refuse("queries and out go together: one of them is None");
+
+  SumAttention step{};
+  if (queries) {
+    check_dims("queries", *queries, 2);
+    step.num_queries = queries->size(0);
+    if (step.num_queries > kMaxSumQueries) refuse("queries of shape " + shape_text(*queries) + " are too many");
+    check_array("queries", *queries, {step.num_queries, width}, ElementType::kFloat32, "float32");
+    check_array("out", *out, {num_tokens, step.num_queries, width}, sums.type, "sums'");
+    step.queries = numbers<float>(*queries);
+    step.out = out->data;
+  }
+  step.type = sums.type;
+  step.sums = sums.data;
+  step.token_stride = sums.strides[0];
+  step.update = update ? update->data : nullptr;
+  step.num_tokens = num_tokens;
+  step.num_sums = num_sums;
+  step.width = width;
+  step.begins = begins;
+  run_kernel([step] { attend_sums(step); });
+}
+
 }  // namespace
 
 void bind_mixing(nb::module_& module) {
@@ -95,6 +150,10 @@ void bind_mixing(nb::module_& module) {
   module.def("gelu", &apply_gelu, "x"_a, "out"_a, "Write the GELU of each element.");
   module.def("mix_heads", &mix, "projected"_a, "convolved"_a, "temperatures"_a, "out"_a,
              "Write normalised sums of projected and convolved heads.");
+  module.def("limit_lengths", &limit, "x"_a, "scale"_a.none(), "limit"_a, "out"_a,
+             "Write heads, perhaps times `scale`, that are scaled down to a length.");
+  module.def("attend_sums", &attend, "sums"_a, "update"_a.none(), "queries"_a.none(), "out"_a.none(), nb::kw_only(),
+             "num_sums"_a, "begins"_a, "Update the last sum of each token, and write the attention to all of them.");
 }
 
 }  // namespace moeserve

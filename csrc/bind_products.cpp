@@ -27,7 +27,15 @@ WeightFormat format_of_name(const std::string& name) {
   if (name == "int8") return WeightFormat::kInt8;
   if (name == "int4") return WeightFormat::kInt4;
   if (name == "mxfp4") return WeightFormat::kMxfp4;
-  refuse("'" + name + "' is no format of packed weights; expected float32, bfloat16, int8, int4 or mxfp4");
+  if (name == "q8_0") return WeightFormat::kQ8_0;
+  if (name == "q4_k") return WeightFormat::kQ4_K;
+  if (name == "q5_k") return WeightFormat::kQ5_K;
+  if (name == "q6_k") return WeightFormat::kQ6_K;
+  if (name == "iq4_xs") return WeightFormat::kIQ4_XS;
+  if (name == "q5_0") return WeightFormat::kQ5_0;
+  refuse("'" + name +
+         "' is no format of packed weights; expected float32, bfloat16, int8, int4, mxfp4, q8_0, q4_k, q5_k, q6_k, "
+         "iq4_xs or q5_0");
 }
 
 Activation activation_of_name(const std::string& name) {
@@ -38,9 +46,11 @@ Activation activation_of_name(const std::string& name) {
   if (name == "cut_swiglu") return Activation::kCutSwiGLU;
   if (name == "squared_relu") return Activation::kSquaredReLU;
   if (name == "geglu") return Activation::kGeGLU;
+  if (name == "capped_swiglu") return Activation::kCappedSwiGLU;
   refuse(
       "'" + name +
-      "' is no activation; expected none, swiglu, clamped_swiglu, limited_swiglu, cut_swiglu, squared_relu or geglu");
+      "' is no activation; expected none, swiglu, clamped_swiglu, limited_swiglu, cut_swiglu, squared_relu, geglu or "
+      "capped_swiglu");
 }
 
 InputChunks chunks_of(int64_t num_inputs, std::optional<int64_t> chunk_inputs) {
@@ -60,7 +70,12 @@ int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num
     refuse("a weight of shape [" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) +
            "] cannot be packed in " + std::to_string(num_parts) + " parts");
   }
-  return num_parts * count_panels(num_outputs / num_parts) * panel_bytes(known, chunks_of(num_inputs, chunk_inputs));
+  const InputChunks chunks = chunks_of(num_inputs, chunk_inputs);
+  if (known >= WeightFormat::kQ8_0 && (num_inputs % kInputGroup != 0 || chunks.chunk_inputs % kInputGroup != 0)) {
+    refuse("weights in " + format + " have whole groups of 32 inputs, not " + std::to_string(num_inputs) +
+           " inputs in chunks of " + std::to_string(chunks.chunk_inputs));
+  }
+  return num_parts * count_panels(num_outputs / num_parts) * panel_bytes(known, chunks);
 }
 
 void pack(const std::string& format, const Tensor& weight, const Tensor& panels, int64_t num_parts,
@@ -75,7 +90,8 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   check_shape("panels", panels, {bytes});
   const WeightFormat known = format_of_name(format);
   const bool keeps_type = known == WeightFormat::kFloat32 || known == WeightFormat::kBFloat16;
-  if (known == WeightFormat::kMxfp4) refuse("weights are packed as mxfp4 from codes and scales: see pack_mxfp4");
+  if (known >= WeightFormat::kMxfp4)
+    refuse("weights are packed as " + format + " from codes: see pack_mxfp4, pack_gguf");
   if (keeps_type && (known == WeightFormat::kFloat32) != (weight.type == ElementType::kFloat32)) {
     refuse("weight is not of type " + format);
   }
@@ -118,6 +134,27 @@ void pack_stored_mxfp4(const Tensor& codes, const Tensor& scales, const Tensor& 
   }
 }
 
+// Pack rows [outputs, bytes] of a weight in a type of GGUF, without the first `first_input` inputs of their first
+// block. Return false if a scale is not finite.
+bool pack_stored_gguf(const std::string& format, const Tensor& rows, int64_t first_input, int64_t num_inputs,
+                      const Tensor& panels, std::optional<int64_t> chunk_inputs) {
+  check_dims("rows", rows, 2);
+  check_type("rows", rows, ElementType::kUInt8, "uint8");
+  check_contiguous("rows", rows, 1);
+  const WeightFormat known = format_of_name(format);
+  const InputChunks chunks = chunks_of(num_inputs, chunk_inputs);
+  check_array("panels", panels, {packed_bytes(format, rows.size(0), num_inputs, 1, chunk_inputs)}, ElementType::kUInt8,
+              "uint8");
+  if (known < WeightFormat::kQ8_0 || rows.size(1) != gguf_row_bytes(known, first_input + num_inputs) ||
+      first_input < 0 || first_input % panel_unit(known, chunks.chunk_inputs).inputs != 0) {
+    refuse("rows of shape " + shape_text(rows) + " from input " + std::to_string(first_input) + " on are not " +
+           std::to_string(num_inputs) + " inputs in " + format);
+  }
+  const nb::gil_scoped_release released;
+  const GgufRows stored{static_cast<const uint8_t*>(rows.data), rows.strides[0], rows.size(0), first_input};
+  return pack_gguf(known, stored, chunks, static_cast<char*>(panels.data));
+}
+
 // Request huge pages for memory that has not been used yet: they are faster to allocate and to address.
 void advise_large_pages(const Tensor& memory) {
 #if defined(MADV_HUGEPAGE)
@@ -157,18 +194,33 @@ class PackedWeights {
     check_contiguous("bias", *bias_);
   }
 
-  // Compute output [R, columns]: the first counts[0] rows of input [R, K] with the first weight, and so on. With
-  // `has_spare_rows`, rows after those of the last weight are allowed and stay unchanged.
-  void multiply_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows, const Tensor& output) const {
+  // Compute output [R, columns]: the first counts[0] rows with the first weight, and so on. The rows are those of input
+  // [R, K], or with indices [R] rows indices[r] / divisor of input [T, K]. With `has_spare_rows`, rows after those of
+  // the last weight are allowed and stay unchanged.
+  void multiply_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows, const Tensor& output,
+                     const std::optional<Tensor>& indices, int64_t divisor) const {
     check_dims("input", input, 2);
     check_shape("input", input, {input.size(0), product_.num_inputs});
-    check_shape("output", output, {input.size(0), num_columns_});
+    const int64_t num_rows = indices ? indices->size(0) : input.size(0);
+    check_shape("output", output, {num_rows, num_columns_});
+    if (indices) {
+      check_array("indices", *indices, {num_rows}, ElementType::kInt64, "int64");
+      if (divisor < 1) refuse("divisor=" + std::to_string(divisor) + ", but it must be at least 1");
+    }
     check_shape("counts", counts, {num_weights()});
     check_type("counts", counts, ElementType::kInt64, "int64");
     check_contiguous("counts", counts);
     const PackedProduct product = product_of(input, output);
-    run([this, product, input, counts, has_spare_rows, output] {
-      packed_product(product, groups_of_rows(input, counts, has_spare_rows, output));
+    run([this, product, input, counts, has_spare_rows, output, indices, divisor] {
+      const std::vector<RowGroup> groups = groups_of_rows(input, counts, has_spare_rows, output, !indices);
+      if (!indices) return packed_product(product, groups);
+      const auto* rows = numbers<int64_t>(*indices);
+      const int64_t num_rows = count_rows(groups);
+      for (int64_t r = 0; r < num_rows; ++r) {
+        if (rows[r] < 0 || rows[r] / divisor >= input.size(0)) refuse("indices are out of range");
+      }
+      const GatheredRows gathered{static_cast<const char*>(input.data), input.size(0), rows, divisor};
+      packed_product(product, groups, &gathered);
     });
   }
 
@@ -234,22 +286,23 @@ class PackedWeights {
   }
 
   std::vector<RowGroup> groups_of_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows,
-                                       const Tensor& output) const {
+                                       const Tensor& output, bool has_rows) const {
+    const int64_t all_rows = output.size(0);
     std::vector<RowGroup> groups;
     int64_t first_row = 0;
     for (int64_t weight = 0; weight < num_weights(); ++weight) {
       const int64_t num_rows = numbers<int64_t>(counts)[weight];
-      if (num_rows < 0 || num_rows > input.size(0) - first_row) {
-        refuse("counts do not fit the " + std::to_string(input.size(0)) + " rows of input");
+      if (num_rows < 0 || num_rows > all_rows - first_row) {
+        refuse("counts do not fit the " + std::to_string(all_rows) + " rows of input");
       }
       if (num_rows > 0) {
-        groups.push_back(group_of(weight, row_of(input, first_row), row_of(output, first_row), num_rows));
+        const char* own = has_rows ? row_of(input, first_row) : nullptr;
+        groups.push_back(group_of(weight, own, row_of(output, first_row), num_rows));
       }
       first_row += num_rows;
     }
-    if (first_row < input.size(0) && !has_spare_rows) {
-      refuse("counts add up to " + std::to_string(first_row) + ", but input has " + std::to_string(input.size(0)) +
-             " rows");
+    if (first_row < all_rows && !has_spare_rows) {
+      refuse("counts add up to " + std::to_string(first_row) + ", but input has " + std::to_string(all_rows) + " rows");
     }
     return groups;
   }
@@ -279,6 +332,9 @@ void bind_products(nb::module_& module) {
              "Pack a weight [outputs, inputs] into `panels`, which may be the memory of the weight.");
   module.def("pack_mxfp4", &pack_stored_mxfp4, "codes"_a, "scales"_a, "panels"_a, "num_parts"_a = 1,
              "Pack a weight in MXFP4, codes [outputs, inputs / 2] and scales [outputs, inputs / 32], into `panels`.");
+  module.def("pack_gguf", &pack_stored_gguf, "format"_a, "rows"_a, "first_input"_a, "num_inputs"_a, "panels"_a,
+             "chunk_inputs"_a.none() = nb::none(),
+             "Pack rows of a weight in a type of GGUF into whole panels. Return False if a scale is not finite.");
   module.def("advise_large_pages", &advise_large_pages, "memory"_a,
              "Request huge pages for memory that has not been used yet.");
   nb::class_<PackedWeights>(module, "PackedWeights", "Packed weights of one shape, with bias and activation.")
@@ -288,7 +344,9 @@ void bind_products(nb::module_& module) {
            "activation"_a = "none", "alpha"_a = 0.0, "limit"_a = 0.0, "chunk_inputs"_a.none() = nb::none())
       .def("multiply", &PackedWeights::multiply, "input"_a, "output"_a, "Multiply all rows with the only weight.")
       .def("multiply_rows", &PackedWeights::multiply_rows, "input"_a, "counts"_a, "has_spare_rows"_a, "output"_a,
-           "Multiply the first counts[0] rows with the first weight, and so on.")
+           "indices"_a.none() = nb::none(), "divisor"_a = 1,
+           "Multiply the first counts[0] rows with the first weight, and so on. With indices [R], the rows are "
+           "input[indices // divisor].")
       .def("multiply_each", &PackedWeights::multiply_each, "input"_a, "output"_a, "Multiply input[:, i] with weight i.")
       .def_prop_ro("num_weights", &PackedWeights::num_weights)
       .def_prop_ro("num_bytes", &PackedWeights::num_bytes);

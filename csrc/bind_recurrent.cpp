@@ -34,7 +34,7 @@ ChunkStates read_chunks(const Tensor& row_starts, const Tensor& load, const Tens
 void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<Tensor>& bias, const Tensor& states,
                    const Tensor& row_starts, const Tensor& load, const Tensor& store, const Tensor& save,
                    const Tensor& num_before_save, const Tensor& out, bool is_gated, bool is_linear,
-                   const std::optional<Tensor>& scale) {
+                   const std::optional<Tensor>& scale, const std::optional<Tensor>& token_taps) {
   check_dims("input", input, 2);
   check_float_type("input", input);
   check_contiguous("input", input, 1);
@@ -49,6 +49,15 @@ void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<
   check_dims("states", states, 3);
   check_array("states", states, {states.size(0), num_taps - 1, num_channels}, input.type, "input's");
   if (scale) check_array("scale", *scale, {1}, ElementType::kFloat32, "float32");
+  if (token_taps) {
+    check_dims("token_taps", *token_taps, 3);
+    const int64_t num_groups = token_taps->size(1);
+    check_array("token_taps", *token_taps, {input.size(0), num_groups, num_taps}, input.type, "input's");
+    if (num_groups < 1 || num_channels % num_groups != 0) {
+      refuse("token_taps of shape " + shape_text(*token_taps) + " do not divide " + std::to_string(num_channels) +
+             " channels");
+    }
+  }
   if (is_gated || is_linear) {
     check_array("out", out, {input.size(0), num_channels}, input.type, "input's");
   } else {
@@ -68,6 +77,8 @@ void convolve_rows(const Tensor& input, const Tensor& taps, const std::optional<
   step.is_gated = is_gated;
   step.is_linear = is_linear;
   step.scale = scale ? numbers<float>(*scale) : nullptr;
+  step.token_taps = token_taps ? token_taps->data : nullptr;
+  step.group_size = token_taps ? num_channels / token_taps->size(1) : num_channels;
   step.chunks = read_chunks(row_starts, load, store, save, num_before_save);
   run_kernel([step] { short_convolution(step); });
 }
@@ -229,7 +240,7 @@ void bind_recurrent(nb::module_& module) {
   using namespace nb::literals;
   module.def("short_convolution", &convolve_rows, "input"_a, "taps"_a, "bias"_a.none(), "states"_a, "row_starts"_a,
              "load"_a, "store"_a, "save"_a, "num_before_save"_a, "out"_a, nb::kw_only(), "is_gated"_a, "is_linear"_a,
-             "scale"_a.none() = nb::none(),
+             "scale"_a.none() = nb::none(), "token_taps"_a.none() = nb::none(),
              "Write a causal convolution of each channel, perhaps times `scale`, its SiLU, or a gated convolution of "
              "gated inputs.");
   module.def("linear_attention", &attend, "mixed"_a, "gates"_a, "decays"_a, "rates"_a.none(), "log_decay"_a,

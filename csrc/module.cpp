@@ -57,8 +57,6 @@ NB_MODULE(_cpu, module) {
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a,
              "Set the number of threads that kernels use.");
   module.def("num_threads", &moeserve::num_threads, "Return the number of threads that kernels use.");
-  module.def("uses_openmp", &moeserve::uses_openmp,
-             "Return True if kernels run on the OpenMP threads of torch, False for the calling thread alone.");
   module.def(
       "isa", [] { return moeserve::isa_name(moeserve::current_isa()); },
       "Return the instruction set that kernels use.");

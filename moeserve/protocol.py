@@ -236,7 +236,7 @@ class CancelReceive(msgspec.Struct, frozen=True, kw_only=True, tag="cancel-recei
 Transfer: TypeAlias = StoreTransfer | KeepItems | ReceiveItems | CancelReceive
 
 
-class TransferOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
+class TransferResult(msgspec.Struct, frozen=True, kw_only=True, tag="transferred"):
     """Report of the end of a transfer on one rank, or on all ranks of a replica."""
 
     number: int
@@ -337,3 +337,12 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_saved_blocks: int = 0  # blocks saved to this store
     num_saved_states: int = 0
     num_failed_blocks: int = 0  # blocks and states whose loading or saving failed, or that no engine has read in time
+
+
+class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
+    """A message of a replica: updates of requests, its load, and, from the first replica, expert loads."""
+
+    updates: list[RequestUpdate]
+    stats: ReplicaStats
+    load: LoadWindow | None = None
+    answers: bool = False  # `load` answers a CollectLoad

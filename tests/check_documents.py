@@ -29,7 +29,8 @@ COMMAND_START = r"(?:^|\$ |&& |; |-- |-m |=\S+ |[\w.]/)"
 COMMAND = re.compile(COMMAND_START + r"moeserve( bench)? +([a-z][a-z_-]*)(?![\w.])")
 TARGET = re.compile(COMMAND_START + r"make ([a-z][a-z0-9-]*)")
 VARIABLE = re.compile(r"\bMOESERVE_[A-Z_]+\b")
-LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 SECTIONS = ("Attributes", "Args", "Returns", "Yields", "Raises")  # of docstrings
 HEAD = re.compile(rf" *(?:{'|'.join(SECTIONS)}):")
 ENTRY = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):")  # arguments that a section describes together
@@ -200,8 +201,7 @@ class Tree:
             for name in files
             if re.fullmatch(r"moeserve/cli/(?!parser|sources|completion)[a-z]+[.]py", name)
         }
-        (names,) = re.findall(r"^CommandName = Literal\[(.*)\]$", _read("bench/commands.py"), re.MULTILINE)
-        self.benchmarks = set(re.findall(r"\w+", names))
+        self.benchmarks = set(re.findall(r'^    "(\w+)": "[\w.]+",$', _read("bench/commands.py"), re.MULTILINE))
         self.targets = set(re.findall(r"^([a-z0-9-]+):", _read("Makefile"), re.MULTILINE))
 
     def missing(self, text: str) -> Iterator[str]:
@@ -261,8 +261,19 @@ class Tree:
             if in_code_block:
                 yield from ((number, fault) for fault in self.missing_commands(line.strip()))
             else:
-                links = [link for link in LINK.findall(line) if not (ROOT / name).parent.joinpath(link).exists()]
-                yield from ((number, f"the link {link}") for link in links)
+                for link, heading in LINK.findall(line):
+                    target = (ROOT / name).parent / link if link else ROOT / name
+                    if not target.exists():
+                        yield number, f"the link {link}"
+                    elif heading and heading not in anchors(target.read_text(encoding="utf-8")):
+                        yield number, f"the heading {link}#{heading}"
+
+
+def anchors(document: str) -> set[str]:
+    """Return the anchors that GitHub makes of a document's headings."""
+    text = re.sub(r"^```.*?^```", "", document, flags=re.DOTALL | re.MULTILINE)
+    headings = (re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in HEADING.findall(text))
+    return {heading.replace(" ", "-") for heading in headings}
 
 
 def _names_of_settings(files: list[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import random
@@ -15,13 +14,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from ranks import Ranks
-from reference_models import DIVISIBLE, SHAPES, Reference, make_reference
+from reference_models import DIVISIBLE, EVERY_SHAPE, SHAPES, Reference, make_reference
 
 # The same examples in every run, on machines of any speed.
 settings.register_profile(
     "seeded", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("seeded")
+
+
+def pytest_configure() -> None:
+    """Let SIGINT raise KeyboardInterrupt here and in child processes. A shell lets background jobs ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,14 +58,6 @@ def log_is_restored() -> Iterator[None]:
                 logger.removeHandler(handler)
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also if the shell that runs the tests ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope="session")
 def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder of all processes of a test session, in which the default model is built once."""
@@ -72,12 +68,21 @@ def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def reference_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+def reference_named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Reference]]:
     """Return a reference by name. Each is made once."""
-    return functools.cache(lambda name: make_reference(tmp_path_factory.mktemp(name), (SHAPES | DIVISIBLE)[name]))
+    made: dict[str, Reference] = {}
+
+    def named(name: str) -> Reference:
+        if name not in made:
+            made[name] = make_reference(tmp_path_factory.mktemp(name), (SHAPES | DIVISIBLE)[name])
+        return made[name]
+
+    yield named
+    for reference in made.values():
+        reference.close()
 
 
-@pytest.fixture(scope="session", params=list(SHAPES))
+@pytest.fixture(scope="session", params=EVERY_SHAPE)
 def reference(request: pytest.FixtureRequest, reference_named: Callable[[str], Reference]) -> Reference:
     """Every reference in turn."""
     return reference_named(request.param)

@@ -41,6 +41,11 @@ DEEPSEEK = {
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
+INDEXED = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
 LATENT = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"}
 GRANITE = {
     "expert_count": "num_local_experts",
@@ -139,13 +144,7 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "glm_moe_dsa": (
         "glm-dsa",
-        DEEPSEEK
-        | LATENT
-        | {
-            "attention.indexer.head_count": "index_n_heads",
-            "attention.indexer.key_length": "index_head_dim",
-            "attention.indexer.top_k": "index_topk",
-        },
+        DEEPSEEK | LATENT | INDEXED,
     ),
     "phimoe": ("phimoe", {"expert_count": "num_local_experts"}),
     "exaone_moe": (
@@ -218,18 +217,87 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
             "ssm.time_step_rank": "mamba_num_heads",
         },
     ),
+    "hy_v3": ("hy_v3", {"expert_count": "num_experts", "expert_weights_scale": "router_scaling_factor"}),
+    "solar_open": ("glm4moe", DEEPSEEK),
+    "glm4_moe_lite": ("deepseek2", DEEPSEEK | LATENT),
+    "deepseek_v32": ("deepseek32", DEEPSEEK | LATENT | INDEXED),
+    "deepseek_ocr2_text": ("deepseek2-ocr", DEEPSEEK),
+    "gemma4_text": (
+        "gemma4",
+        {
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+    ),
+    "cohere2_moe": (
+        "cohere2moe",
+        {
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_shared_count": "num_shared_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "logit_scale": "logit_scale",
+        },
+    ),
+    "minimax_m3_vl_text": (
+        "minimax-m3",
+        {
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "attention.indexer.head_count": "index_n_heads",
+            "attention.indexer.key_length": "index_head_dim",
+            "attention.indexer.top_k": "index_topk_blocks",
+            "attention.indexer.block_size": "index_block_size",
+            "attention.indexer.local_blocks": "index_local_blocks",
+        },
+    ),
+    "minimax": ("minimax-01", {"expert_count": "num_local_experts", "residual_scale": "full_attn_alpha_factor"}),
     "qwen3_next": ("qwen3next", DELTA),
     "qwen3_5_moe_text": ("qwen35moe", DELTA),
 }
 SIGMOID = ("glm4moe", "glm-dsa", "dots1", "minimax-m2", "lfm2moe", "kimi-linear", "exaone-moe", "afmoe", "laguna")
-SIGMOID += ("mimo2", "step35")
-WINDOWED = ("exaone-moe", "laguna", "mellum", "mimo2", "step35")  # list the layers with windows
+SIGMOID += ("mimo2", "step35", "hy_v3", "deepseek2", "deepseek32", "cohere2moe", "minimax-m3")
+WINDOWED = ("exaone-moe", "laguna", "mellum", "mimo2", "step35", "gemma4", "cohere2moe")  # list layers with windows
+OF_IMAGES = ("model.visual.", "vision_model.", "vit_", "model.vision", "model.multi_modal", "model.embed_vision.")
+OF_IMAGES += ("model.projector.", "model.qwen2_model.", "model.sam_model.", "model.view_seperator")
 # Architectures that the gguf package does not know yet: one with the same names of tensors
-ALIKE = {"laguna": "step35", "mellum": "exaone-moe"}
+ALIKE = {
+    "laguna": "step35",
+    "mellum": "exaone-moe",
+    "hy_v3": "afmoe",
+    "deepseek32": "glm-dsa",
+    "cohere2moe": "dots1",
+    "minimax-m3": "glm4moe",
+    "minimax-01": "minimax-m2",
+}
+
+# Names that the gguf package does not know yet, or that the converter writes without its table
+OWN_NAMES = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    **{f"self_attn.indexer.{x}_{end}.weight": f"indexer.{x}_{end}.weight" for x in "qk" for end in ("proj", "norm")},
+    "self_attn.norm.weight": "attn_norm_2.weight",
+    "self_attn.qkv_proj.weight": "attn_qkv.weight",
+    "self_attn.output_gate.weight": "attn_gate.weight",
+    "self_attn.out_proj.weight": "attn_output.weight",
+}
 
 
-def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
-    """Write a checkpoint of tests as a GGUF file, with the matrices of layers in a type of GGUF."""
+Encode = Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType] | None]
+
+
+def write_family(
+    folder: Path, path: Path, kind: str = "F32", of_experts: str | None = None, encode: Encode | None = None
+) -> Path:
+    """Write a checkpoint of tests as a GGUF file, with the matrices of layers, and of experts, in a type of GGUF.
+
+    `encode` returns other values and their type for a tensor, or None.
+    """
     config = json.loads((folder / "config.json").read_text())
     config |= config.pop("text_config", {})
     config = {**config.pop("attn_config", {}), **config.pop("ffn_config", {}), **config}  # of DBRX
@@ -249,15 +317,25 @@ def write_family(folder: Path, path: Path, kind: str = "F32") -> Path:
     for name, values in converted(tensors, config, architecture):
         if config.get("tie_word_embeddings") and name == "lm_head.weight":
             continue
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if match and match[2] in OWN_NAMES:
+            own = f"blk.{match[1]}.{OWN_NAMES[match[2]]}"
+        else:
+            own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         written[own] = np.ascontiguousarray(values)
+    if architecture == "gemma4":
+        size = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+        num_rotated = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+        written["rope_freqs.weight"] = np.float32([1.0] * num_rotated + [1e30] * (size - num_rotated))
     for length in ("short", "long") if architecture == "phimoe" else ():
         written[f"rope_factors_{length}.weight"] = np.float32(config["rope_parameters"][f"{length}_factor"])
     for own, values in written.items():
         is_matrix = values.ndim > 1 and own.startswith("blk.") and "gate_inp" not in own
-        of_tensor = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
-        writer.add_tensor(own, gguf.quantize(values, of_tensor), raw_dtype=of_tensor)
+        is_expert = own.endswith("_exps.weight")
+        of_tensor = gguf.GGMLQuantizationType[(of_experts if is_expert else None) or (kind if is_matrix else "F32")]
+        data, of_tensor = (encode and encode(own, values)) or (gguf.quantize(values, of_tensor), of_tensor)
+        writer.add_tensor(own, data, raw_dtype=of_tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -301,9 +379,9 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
             own["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if (alpha := rope.get("alpha")) is not None:  # Hunyuan's scaling of the base
         own["rope.freq_base"] *= alpha ** (head_dim / (head_dim - 2))
-    if architecture == "glm-dsa":
+    if architecture in ("glm-dsa", "deepseek32", "deepseek2-ocr", "deepseek2"):
         own["leading_dense_block_count"] = config["mlp_layer_types"].index("sparse")
-    if architecture in ("mistral4", "kimi-linear", "glm-dsa"):
+    if architecture in ("mistral4", "kimi-linear", "glm-dsa", "deepseek32", "deepseek2"):
         latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
         own |= {
             "attention.head_count_kv": 1,
@@ -313,6 +391,12 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
             "attention.value_length_mla": config["v_head_dim"],
             "rope.dimension_count": rotary,
         }
+    if architecture == "hy_v3":
+        own["expert_shared_feed_forward_length"] = config["moe_intermediate_size"] * config["num_shared_experts"]
+    if architecture == "deepseek2-ocr":
+        own["rope.dimension_count"] = 0  # that of latent attention, which the model has not
+    if architecture == "minimax-01":
+        own["rope.dimension_count"] = head_dim
     if architecture == "ernie4_5-moe":
         own["expert_shared_feed_forward_length"] = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
     if architecture == "mistral4":
@@ -331,6 +415,14 @@ def metadata_of(config: Config, architecture: str, keys: dict[str, str]) -> Iter
         has_window = [kind == "sliding_attention" for kind in config["layer_types"]]
         own["attention.sliding_window_pattern"] = has_window
         own["rope.freq_base_swa"] = float(rope_in_windows["rope_theta"])
+    if architecture == "gemma4":
+        own |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), head_dim)
+        full = next(iter(config["per_layer_config"].values()))
+        size = full["head_dim"]
+        own |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), size)
+        own["rope.dimension_count_swa"] = head_dim
+        if (heads := full.get("num_key_value_heads")) is not None:
+            own["attention.head_count_kv"] = [own["attention.head_count_kv"] if has else heads for has in has_window]
     if architecture == "laguna":
         own["rope.dimension_count_swa"] = int(head_dim * rope_in_windows["partial_rotary_factor"])
     if architecture == "mimo2":
@@ -376,7 +468,7 @@ def converted(tensors: Tensors, config: Config, architecture: str) -> Iterator[t
     """Yield names, as the gguf package knows them, and values as the file stores them."""
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
-        if name.startswith(("model.visual.", "vision_model.", "vit_", "model.vision", "model.multi_modal")):
+        if name.startswith(OF_IMAGES) or re.search(r"_decay$|slope_rate$", name):
             continue
         name = renamed(name)
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
@@ -397,6 +489,8 @@ def renamed(name: str) -> str:
         ("correction_bias", "correction.bias"),
         (".expert_bias", ".expert_bias.bias"),
         (".mlp.experts.e_score_correction", ".mlp.e_score_correction"),
+        (".mlp.gate.e_score_correction", ".mlp.e_score_correction"),
+        (".layer_scalar", ".layer_scalar.weight"),
         ("feed_forward.experts", "mlp.experts"),
         ("block_sparse_moe.experts", "mlp.experts"),
     ):
@@ -427,6 +521,11 @@ def divided(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str
         case "gate_up_proj" if model_type == "llama4_text":  # [E, I, O]
             for part, own in zip(np.split(values.swapaxes(1, 2), 2, axis=1), ("gate", "up"), strict=True):
                 yield f"{stem}.{own}_proj.weight", part
+        case "gate_up_proj" if model_type == "gemma4_text":
+            yield f"{name}.weight", values
+        case _ if name.endswith("gate_up_proj.weight"):
+            for part, own in zip(np.split(values, 2), ("gate", "up"), strict=True):
+                yield name.replace("gate_up", own), part
         case "gate_up_proj":
             for part, own in zip(np.split(values, 2, axis=1), ("gate", "up"), strict=True):
                 yield f"{stem}.{own}_proj.weight", part
@@ -469,7 +568,7 @@ def reordered(name: str, values: np.ndarray, config: Config, architecture: str) 
     """Return what the file has for a tensor, in its order and shape."""
     if architecture in ("qwen3next", "qwen35moe") and name.endswith("norm.weight") and "linear_attn.norm" not in name:
         values = values + 1
-    if architecture == "step35" and name.endswith("norm.weight"):
+    if architecture in ("step35", "minimax-m3") and name.endswith("norm.weight"):
         values = values + 1
     if name.endswith("A_log"):
         values = -np.exp(values)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moeserve.worker.device_copies import GpuCopies, Reading
 from moeserve.worker.request_table import RequestTable
-from moeserve.worker.step_memory import GpuMemory, Reading
-from moeserve.worker.step_replay import StepOutputs
+from moeserve.worker.step_runner import StepOutputs
 
 
 class LateReading:
@@ -29,8 +29,8 @@ class LateReading:
         return self._tensors
 
 
-class LateMemory(GpuMemory):
-    """The memory of a GPU, in that of the CPU."""
+class LateCopies(GpuCopies):
+    """The copies of a GPU, in the memory of the CPU."""
 
     def __init__(self, table: RequestTable, num_looks: int = 3) -> None:
         super().__init__(table, torch.device("cpu"))
@@ -68,7 +68,7 @@ def captured(run: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOu
 
 
 def plant(name: str, argument: str) -> None:
-    """Give a rank in a process of its own such a memory; see sitecustomize.py."""
+    """Give a rank in a process of its own such copies; see sitecustomize.py."""
     from moeserve.worker import model_runner
 
-    model_runner.memory_of = lambda table, device: LateMemory(table, num_looks=6)
+    model_runner.copies_for = lambda table, device: LateCopies(table, num_looks=6)

@@ -37,9 +37,12 @@ CONVOLUTIONS = {
     "one-tap": dict(num_channels=70, num_taps=1, is_gated=False),
     "plain": dict(num_channels=600, num_taps=4, is_gated=False),
     "odd": dict(num_channels=37, num_taps=2, is_gated=False),
+    "long": dict(num_channels=43, num_taps=16, is_gated=False),
     "linear": dict(num_channels=53, num_taps=4, is_gated=False, is_linear=True),
     "gated": dict(num_channels=530, num_taps=3, is_gated=True),
     "scaled": dict(num_channels=70, num_taps=5, is_gated=False, is_linear=True),
+    "taps of tokens": dict(num_channels=60, num_taps=4, is_gated=False, is_linear=True),
+    "taps of tokens and wide groups": dict(num_channels=100, num_taps=3, is_gated=False, is_linear=True),
 }
 LIGHTNING = {"plain": (4, 128), "odd": (3, 37)}  # heads, and values of each
 SCANS = {"plain": (200, 16), "odd": (37, 5), "wide": (70, 19)}  # channels, and values of the state of each
@@ -80,11 +83,15 @@ class Layer:
         weights = ConvolutionWeights(
             normal(shape.num_taps, shape.num_channels),
             normal(shape.num_channels) if name != "odd" else None,
-            normal(1) if name == "scaled" else None,
+            normal(1) if name == "scaled" or name.endswith("wide groups") else None,
         )
         width = shape.num_channels * (3 if shape.is_gated else 1)
         wide = normal(num_tokens, width + 5).to(dtype)
-        return cls(shape, weights, (wide[:, :width],), (shape.num_taps - 1, shape.num_channels), dtype)
+        inputs: tuple[Tensor, ...] = (wide[:, :width],)
+        if name.startswith("taps of tokens"):
+            num_groups = 2 if name.endswith("wide groups") else 12
+            inputs += (normal(num_tokens, num_groups * shape.num_taps).to(dtype),)
+        return cls(shape, weights, inputs, (shape.num_taps - 1, shape.num_channels), dtype)
 
     @classmethod
     def selective_scan(cls, name: str, num_tokens: int, dtype: torch.dtype) -> Layer:
@@ -120,7 +127,12 @@ class Layer:
         """
         rows = torch.cat([torch.arange(part.start, part.stop) for part, _ in chunks])
         inputs = [_rows_of(each, rows) for each in self.inputs]
-        return operation(*inputs, self.weights, states, step_of(chunks, starts or [0] * len(chunks)))
+        step = step_of(chunks, starts or [0] * len(chunks))
+        if isinstance(self.shape, ConvolutionShape):
+            input_TX, *taps_of_tokens = inputs
+            taps = (each.unflatten(1, (-1, self.shape.num_taps)) for each in taps_of_tokens if each is not None)
+            return operation(input_TX, self.weights, states, step, *taps)
+        return operation(*inputs, self.weights, states, step)
 
 
 def step_of(chunks: Sequence[Chunk], starts: Sequence[int]) -> StepInputs:

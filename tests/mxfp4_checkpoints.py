@@ -6,15 +6,34 @@ import dataclasses
 from typing import Any
 
 import torch
-from reference_models import SHAPES, Reference
+from reference_models import SHAPES, Reference, Shape
 from safetensors.torch import load_file
 
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 DEEPSEEK_V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
-_SMALL = SHAPES["gpt-oss"]
-SHAPE = dataclasses.replace(_SMALL, settings=_SMALL.settings | {"hidden_size": 64, "intermediate_size": 96})
+COMPRESSED_TENSORS = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        }
+    },
+    "ignore": ["lm_head", "re:.*gate$"],
+}
+
+
+def in_whole_groups(name: str, **settings: float) -> Shape:
+    shape = SHAPES[name]
+    return dataclasses.replace(shape, settings=shape.settings | {"hidden_size": 64, "intermediate_size": 96} | settings)
+
+
+SHAPE = in_whole_groups("gpt-oss")
+OF_GGUF = in_whole_groups("gpt-oss", swiglu_limit=7.0)  # which the file does not say
+OF_COMPRESSED_TENSORS = in_whole_groups("mixtral")
 
 
 def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,6 +70,21 @@ def encoded_like_deepseek_v4(plain: dict[str, torch.Tensor]) -> tuple[dict[str, 
         encoded[name.removesuffix("weight") + "scale"] = exponents.view(torch.float8_e8m0fnu)
         decoded[name] = values * scales
     assert len(encoded) > len(plain) + 12
+    return encoded, decoded
+
+
+def encoded_like_compressed_tensors(
+    plain: dict[str, torch.Tensor], *, without: str = "-"
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return tensors with experts and attention in MXFP4 except those whose name contains `without`, and decoded."""
+    encoded, decoded = {}, {}
+    for name, weight in plain.items():
+        if name.endswith(tuple(f"{end}.weight" for end in ("w1", "w2", "w3", "o_proj"))) and without not in name:
+            blocks, encoded[f"{name}_scale"], decoded[name] = to_mxfp4(weight)
+            encoded[f"{name}_packed"] = blocks.flatten(-2)
+        else:
+            encoded[name] = decoded[name] = weight
+    assert len(encoded) > len(decoded)
     return encoded, decoded
 
 

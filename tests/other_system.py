@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from ranks import Place
 
-from moeserve.distributed import memory_file, shared_memory
 from moeserve.processes import local_sockets
 
+if TYPE_CHECKING:
+    from ranks import Place
+
 ENVIRONMENT = {"MOESERVE_TEST_OTHER_SYSTEM": "1"}
+ONLY_PROCESSES = {"MOESERVE_TEST_OTHER_SYSTEM": "processes"}  # for processes without tensors, which need no torch
 
 
-def pretend(patch: pytest.MonkeyPatch) -> None:
+def pretend(patch: pytest.MonkeyPatch, *, only_processes: bool = False) -> None:
     """Take pidfds, the fork server, memfds, sleeping on words, abstract names and sums in C++ from this process."""
     patch.delattr(os, "pidfd_open")
-    patch.setattr(memory_file, "HAS_MEMFD", False)
-    patch.setattr(shared_memory, "NAPS", True)
-    patch.setattr(shared_memory, "NATIVE_DTYPES", ())  # as on a processor without kernels
     patch.setattr(local_sockets, "HAS_ABSTRACT_NAMES", False)
+    if not only_processes:
+        from moeserve.distributed import memory_file, shared_memory
+
+        patch.setattr(memory_file, "HAS_MEMFD", False)
+        patch.setattr(shared_memory, "NAPS", True)
+        patch.setattr(shared_memory, "NATIVE_DTYPES", ())  # as on a processor without kernels
 
 
 def call(place: Place, target: str, arguments: dict[str, Any]) -> Any:

@@ -5,14 +5,16 @@ Most of the file is the table of shapes, which tests of all folders name.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -22,13 +24,16 @@ from transformers.models.glm5_next import modeling_glm5_next
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen4_exp import modeling_qwen4_exp
+
+from moeserve import LLM, SamplingParams
 
 # Disturbances that must not change a reference's tokens: see Reference.is_clear.
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 results differ by about 1e-6
 
 # The chunked form of the gated delta rule differs by up to 1e-3 from the rule itself, which is in the same file.
-for modeling in (modeling_qwen3_next, modeling_qwen3_5_moe):
+for modeling in (modeling_qwen3_next, modeling_qwen3_5_moe, modeling_qwen4_exp):
     modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule
 for modeling in (modeling_kimi_linear, modeling_bailing_hybrid, modeling_glm5_next):
     modeling.chunk_kimi_delta_attention = modeling.recurrent_kimi_delta_attention
@@ -1914,6 +1919,191 @@ SHAPES |= {
     ),
 }
 
+
+def soft_caps(gate: float, up: float, logits: float) -> dict[str, Any]:
+    return dict(mlp_gate_softcap=gate, mlp_up_softcap=up, final_logit_softcapping=logits)
+
+
+SHAPES |= {
+    # blocks of one and of two layers, full attention after other layers, and temperatures
+    "inkling2": shape(
+        "Inkling2Text",
+        sizes(hidden=40, layers=4),
+        heads(4, 2, 12),
+        window_heads(6, 2, 10),
+        experts(7, 2, 17, key="n_routed_experts"),
+        soft_caps(1.0, 1.5, 6.0),
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        n_layers_per_attn_res_block=2,
+        sliding_window_size=9,
+        d_rel=6,
+        rel_extent=13,
+        log_scaling_n_floor=8,
+        log_scaling_alpha=0.5,
+        route_scale=2.5,
+        rms_norm_eps=1e-3,
+        qk_l2_clip_threshold=4.0,
+        rel_l2_clip_threshold=2.5,
+        initializer_range=0.2,
+        seed=5,
+    ),
+    # full attention to the embedded tokens, more taps than others have, inside of a model for images
+    "inkling2-odd": shape(
+        "Inkling2",
+        sizes(hidden=34, layers=3, vocab=127),
+        heads(3, 1, 22),
+        window_heads(5, 5, 7),
+        experts(6, 3, 13, key="n_routed_experts"),
+        soft_caps(0.7, 2.0, 9.0),
+        layer_types=["hybrid", "hybrid_sliding", "hybrid_sliding"],
+        n_layers_per_attn_res_block=1,
+        sliding_window_size=5,
+        d_rel=4,
+        rel_extent=70,
+        conv_kernel_size=5,
+        route_scale=1.5,
+        qk_l2_clip_threshold=3.0,
+        rel_l2_clip_threshold=2.0,
+        initializer_range=0.2,
+        beside_text=dict(
+            vision_config=dict(
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, patch_size=4, text_hidden_size=34
+            ),
+        ),
+        seed=1,
+    ),
+}
+
+
+def qwen4(*parts: dict[str, Any], indexer: tuple[int, int, int, int], **settings: Any) -> Shape:
+    """Return a shape of Qwen4-Exp.
+
+    Args:
+        indexer: heads, their size, positions in a window, and positions of all chosen windows.
+    """
+    names = ("n_heads", "head_dim", "compress_ratio", "budget")
+    chosen = {f"indexer_{name}": value for name, value in zip(names, indexer, strict=True)}
+    return shape("Qwen4Exp", *parts, chosen, indexer_kv_heads=1, beside_text=SMALL_VISION, **settings)
+
+
+SHAPES |= {
+    # n-grams of two and three tokens in two layers; most tokens choose 2 of the windows of 4 tokens before them
+    "qwen4-exp": qwen4(
+        sizes(hidden=36, layers=3),
+        heads(4, 2, 16),
+        experts(7, 3, 15),
+        rope(partial_rotary_factor=0.25),
+        indexer=(5, 12, 4, 8),
+        shared_expert_intermediate_size=21,
+        layer_types=[LINEAR, INDEXED, LINEAR],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=11,
+        linear_conv_kernel_dim=3,
+        hc_count=2,
+        hc_lowrank=10,
+        ple_layer_ids=[1, 3],
+        ple_embed_dim=24,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=5,
+        eos_token_id=[7, 9],
+        initializer_range=0.25,
+        rms_norm_eps=1e-3,  # with less, small outputs of a head are magnified so much that rounding shows
+        seed=10,
+    ),
+    # windows of 2 tokens, pairs of tokens alone, three streams, a gate of linear attention by sigmoids
+    "qwen4-exp-odd": qwen4(
+        sizes(hidden=33, layers=2, vocab=127),
+        heads(3, 1, 10),
+        experts(6, 2, 13),
+        rope(partial_rotary_factor=0.6),
+        indexer=(7, 9, 2, 10),
+        shared_expert_intermediate_size=11,
+        layer_types=[INDEXED, LINEAR],
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=7,
+        linear_value_head_dim=5,
+        output_gate_type="sigmoid",
+        hc_count=3,
+        hc_lowrank=7,
+        ple_layer_ids=[2],
+        ple_conv_kernel_size=3,
+        ngram_size=2,
+        heads_per_ngram=3,
+        ngram_vocab_size_base=31,
+        make_ngram_vocab_size_divisible_by=1,
+        split_ngram_parts=1,
+        eos_token_id=11,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        rms_norm_eps=1e-3,
+        seed=13,
+    ),
+}
+
+
+def muse_spark(*parts: dict[str, Any], hidden: int, vocab: int, thetas: list[float], **settings: Any) -> Shape:
+    """Return a shape of Muse Spark, beside models for images and sound."""
+    layers = len(thetas)
+    beside = dict(
+        vision_config=dict(
+            num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, pos_emb_height=4,
+            pos_emb_width=4,
+        ),
+        audio_config=dict(
+            num_hidden_layers=1, patch_sizes=[4], hidden_sizes=[8], depths=[1], out_hidden_size=hidden
+        ),
+        out_hidden_size=16,
+        projector_hidden_size=16,
+    )  # fmt: skip
+    of_text = sizes(hidden=hidden, layers=layers, vocab=vocab) | dict(layer_rope_theta=thetas)
+    return shape("MuseSpark", of_text, *parts, beside_text=beside, tie_word_embeddings=False, **settings)
+
+
+SHAPES |= {
+    # a layer with a rotary embedding that sees all positions, and one with a window without
+    "muse-spark": muse_spark(
+        heads(4, 2, 10),
+        local_experts(7, 3),
+        rope(rope_theta=200.0),
+        hidden=40,
+        vocab=101,
+        thetas=[200.0, 0, 200.0],
+        layer_types=[FULL, SLIDING, FULL],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        sliding_window=9,
+        moe_intermediate_size=15,
+        moe_hidden_size=22,
+        routed_scaling_factor=1.5,
+        qk_scale_factor=2.5,
+        output_multiplier=0.4,
+        final_logit_softcapping=9.0,
+        residual_gate_temperature=0.4,
+        rms_norm_eps=1e-3,
+        post_norm_eps=1e-2,
+        initializer_range=0.25,
+        seed=6,
+    ),
+    # types and rotary embeddings that follow from the number of layers
+    "muse-spark-odd": muse_spark(
+        heads(3, 1, 12),
+        local_experts(5, 2),
+        rope(rope_theta=500.0),
+        hidden=33,
+        vocab=127,
+        thetas=[0, 500.0],
+        sliding_window=6,
+        moe_intermediate_size=13,
+        moe_hidden_size=45,
+        initializer_range=0.3,
+        seed=10,
+    ),
+}
+
 # Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
     "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
@@ -1938,6 +2128,28 @@ DIVISIBLE = {
 }
 
 
+# Every shape as a parameter of tests. `make test` runs the first of each family; the others are marked slow
+_FIRST = {shape.family: name for name, shape in reversed(SHAPES.items())}
+EVERY_SHAPE = [name if name in _FIRST.values() else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+
+
+class Call(NamedTuple):
+    """A call of a part of a model."""
+
+    module: Any
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The results of a model on a text: logits [T, vocab_size], and the calls of its routers and indexers."""
+
+    logits: torch.Tensor
+    calls: list[Call]
+
+
 class Reference:
     """A checkpoint on disk and the transformers model that wrote it."""
 
@@ -1946,35 +2158,77 @@ class Reference:
         self.model = model
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._continuations: dict[tuple[int, ...], list[int]] = {}
+        self._forwards: dict[tuple[int, ...], Forward] = {}
+
+    @functools.cached_property
+    def llm(self) -> LLM:
+        """An engine for tests that change nothing. It proposes continuations too."""
+        return LLM(
+            self.folder,
+            dtype="float32",
+            block_size=8,
+            enable_prefix_caching=False,
+            kv_cache_memory="8MiB",
+            packed_cache=0,
+        )
+
+    def close(self) -> None:
+        if "llm" in self.__dict__:
+            self.llm.shutdown()
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Return the continuation of transformers' greedy search."""
-        key = (num_tokens, *prompt)
-        if key not in self._continuations:
-            self._continuations[key] = self._search(prompt, num_tokens)
-        return self._continuations[key]
+        return self.continuations([prompt], num_tokens)[0]
 
-    def _search(self, prompt: list[int], num_tokens: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return out[0, len(prompt) :].tolist()
+    def continuations(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+        """Return the continuations of transformers' greedy search.
+
+        transformers decides each token, but moeserve proposes them, because a model reads many tokens at once in the
+        time in which it writes one.
+        """
+        keys = [(num_tokens, *prompt) for prompt in prompts]
+        begun = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self._continuations}
+        found: dict[tuple[int, ...], list[int]] = {key: [] for key in begun}
+        while missing := [key for key in begun if len(found[key]) < num_tokens]:
+            texts = [begun[key] + found[key] for key in missing]
+            for key, text, proposed in zip(missing, texts, self._propose(texts, num_tokens), strict=True):
+                proposed = proposed[: num_tokens - len(found[key])]
+                tokens = self.logits(text + proposed)[len(text) - 1 : -1].argmax(dim=-1).tolist()
+                wrong = [
+                    index for index, (own, theirs) in enumerate(zip(proposed, tokens, strict=True)) if own != theirs
+                ]
+                found[key] += tokens[: wrong[0] + 1] if wrong else tokens
+        self._continuations |= found
+        return [self._continuations[key] for key in keys]
+
+    def _propose(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in self.llm.generate(prompts, params, use_tqdm=False)]
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Return logits [T, vocab_size] float32."""
-        with torch.no_grad():
-            return self.model(torch.tensor([token_ids])).logits[0]
+        return self._forward(token_ids).logits
+
+    def _forward(self, token_ids: list[int]) -> Forward:
+        """Run the model on a text, or return the result of an earlier run. The last few are kept."""
+        if tuple(token_ids) not in self._forwards:
+            calls: list[Call] = []
+            hooks = [
+                module.register_forward_hook(lambda *call: calls.append(Call(*call)), with_kwargs=True)
+                for module in (*self._routers(), *self._indexers())
+            ]
+            with torch.no_grad():
+                logits = self.model(torch.tensor([token_ids])).logits[0]
+            for hook in hooks:
+                hook.remove()
+            self._forwards[tuple(token_ids)] = Forward(logits, calls)
+            if len(self._forwards) > 8:
+                del self._forwards[next(iter(self._forwards))]
+        return self._forwards[tuple(token_ids)]
 
     def smallest_gap(self, prompt: list[int], continuation: list[int]) -> float:
         """Return the smallest difference between the two largest logits of a continuation."""
-        largest = self.logits(prompt + continuation[:-1])[len(prompt) - 1 :].topk(2, dim=-1)
+        largest = self.logits(prompt + continuation)[len(prompt) - 1 : -1].topk(2, dim=-1)
         assert largest.indices[:, 0].tolist() == continuation
         return float((largest.values[:, 0] - largest.values[:, 1]).min())
 
@@ -1983,7 +2237,7 @@ class Reference:
         of_attention = {id(each) for name, each in self.model.named_modules() if ".self_attention." in name}
         counts: dict[int, torch.Tensor] = {}
         for sequence in sequences:
-            for router, _, _, chosen in self._routed(sequence):
+            for (router, *_), chosen in self._routed(sequence):
                 if id(router) in of_attention:
                     continue
                 num_experts = len(next(weight for weight in router.parameters() if weight.dim() == 2))
@@ -1993,30 +2247,23 @@ class Reference:
                 counts[id(router)] = counts.get(id(router), 0) + count
         return [count.tolist() for count in counts.values()]
 
-    def _routed(self, token_ids: list[int]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], torch.Tensor]]:
-        """Return each router, its arguments, first its inputs [T, D], and the experts [T, K] that it chose."""
-        routed: list[tuple[Any, tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
-        hooks = [
-            router.register_forward_hook(
-                lambda router, given, named, output: routed.append((router, given, named, chosen_by(router, output))),
-                with_kwargs=True,
-            )
-            for router in self._routers()
-        ]
-        self.logits(token_ids)
-        for hook in hooks:
-            hook.remove()
-        return routed
+    def _routed(self, token_ids: list[int]) -> list[tuple[Call, torch.Tensor]]:
+        """Return each call of a router, of which the first argument are inputs [T, D], and the experts [T, K]."""
+        routers = self._routers()
+        assert routers
+        calls = [call for call in self._forward(token_ids).calls if call.module in routers]
+        return [(call, chosen_by(call.module, call.output)) for call in calls]
 
     def _routers(self) -> list[nn.Module]:
         ends = ("Router", "HunYuanMoEV1Gate", "JetMoeTopKGating")
-        routers = [
+        return [
             module
             for name, module in self.model.named_modules()
             if type(module).__name__.endswith(ends) and ".vision_moe." not in name
         ]
-        assert routers
-        return routers
+
+    def _indexers(self) -> list[nn.Module]:
+        return [module for module in self.model.modules() if type(module).__name__.endswith("Indexer")]
 
     def num_undecided(self, token_ids: list[int]) -> int:
         """Return how many tokens would change experts, or the positions that an indexer chooses, in all layers.
@@ -2024,7 +2271,7 @@ class Reference:
         The inputs of routers and indexers are off by ROUTER_NOISE.
         """
         generator, num_undecided = torch.Generator().manual_seed(0), self._num_undecided_positions(token_ids)
-        for router, (hidden, *others_given), named, chosen in self._routed(token_ids):
+        for (router, (hidden, *others_given), named, _), chosen in self._routed(token_ids):
             for _ in range(8):
                 noise = ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 with torch.no_grad():
@@ -2034,18 +2281,14 @@ class Reference:
 
     def _num_undecided_positions(self, token_ids: list[int]) -> int:
         """Return how many tokens would change the positions that they attend to."""
-        indexers = [module for module in self.model.modules() if type(module).__name__.endswith("Indexer")]
-        called: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
-        hooks = [
-            indexer.register_forward_hook(lambda *call: called.append(call), with_kwargs=True) for indexer in indexers
-        ]
-        self.logits(token_ids)
-        for hook in hooks:
-            hook.remove()
+        indexers = self._indexers()
+        called = [call for call in self._forward(token_ids).calls if call.module in indexers]
         generator, num_undecided = torch.Generator().manual_seed(1), 0
         seen = torch.ones(len(token_ids), len(token_ids), dtype=torch.bool).tril()
 
         def chosen(indices: torch.Tensor) -> torch.Tensor:
+            if indices.dtype == torch.bool:  # flags of all positions: Qwen4-Exp
+                return indices[0, 0]
             none = len(seen)  # the column of choices of -1
             columns = indices[0].long().where(indices[0] >= 0, none)
             flags = torch.zeros(*columns.shape[:-1], none + 1, dtype=torch.bool)  # of blocks, for each head: MiniMax-M3
@@ -2117,15 +2360,35 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
                 # Zeros are the initial weights of norms that are stored as differences from one.
                 tensor.normal_(1.0 if tensor.any() else 0.0, 0.2)
             elif name.endswith(
-                ("layer_scalar", "router.scale", "per_expert_scale", "states_scale", "residual_scale", "global_scale")
+                (
+                    "layer_scalar",
+                    "router.scale",
+                    "per_expert_scale",
+                    "states_scale",
+                    "residual_scale",
+                    "global_scale",
+                    "l2_clip.scale",
+                )
             ):
                 tensor.normal_(1.0, 0.2)
-            elif name.endswith(("sinks", ".D")) or (name.endswith("A_log") and tensor.dim() == 2):
+            elif name.endswith(("sinks", ".D", "_input.query")) or (name.endswith("A_log") and tensor.dim() == 2):
                 tensor.normal_(0.0, 1.0)
             elif name.endswith(("hc.scale", "hc_scale")) and model.config.model_type == "hy_v4":
                 tensor.normal_(0.5, 0.2)
-            elif name.endswith(("bias", "balancing_biases", "hc.base", "hc_base", "index_kpool_compress_ape")):
+            elif name.endswith(
+                (
+                    "bias",
+                    "balancing_biases",
+                    "hc.base",
+                    "hc_base",
+                    "index_kpool_compress_ape",
+                    "static_weight",
+                    "ple.conv1d.weight",
+                )
+            ):
                 tensor.normal_(0.0, 0.3)
+            elif name.endswith("residual_gate.gate"):
+                tensor.normal_(0.0, 0.4)
             elif name.endswith("index_kpool_compress_gate"):
                 tensor.normal_(0.0, model.config.get_text_config().initializer_range)
             elif name.endswith("tid2eid"):
@@ -2140,6 +2403,7 @@ def make_reference(folder: Path, shape: Shape) -> Reference:
     fill_what_transformers_leaves_plain(model)
     model.config._experts_implementation = "eager"  # transformers' faster ones refuse odd widths
     model.config._attn_implementation = "eager"
+    model.generation_config.eos_token_id = None  # or else `generate` suppresses the first tokens that end a text
     if shape.family == "Dbrx":
         for layer in model.transformer.blocks:
             layer.ffn.router.top_k = layer.ffn.top_k
@@ -2207,6 +2471,9 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
             "deepseek_ocr2_text": "DeepseekOcr2Text",
             "glm5_next_text": "Glm5Next",
             "inkling_text": "InklingText",
+            "inkling2_text": "Inkling2Text",
+            "qwen4_exp_text": "Qwen4Exp",
+            "muse_spark_text": "MuseSpark",
         }
         of_text = f"{family[values['text_config']['model_type']]}ForCausalLM"
         text = in_the_style_of_the_hub(values["text_config"] | dict(architectures=[of_text]))
@@ -2246,7 +2513,7 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["swa_rope_theta"] = scaling[SLIDING]["rope_theta"]
         values |= {key: scaling[FULL][key] for key in ("rope_theta", "partial_rotary_factor")}
         return values
-    if family in ("Mellum", "Beam", "Zaya", "Dots3Note"):
+    if family in ("Mellum", "Beam", "Zaya", "Dots3Note", "MuseSpark"):
         return values | dict(rope_parameters=scaling)
     if family == "Glm5Next":
         types = [FULL if name == INDEXED else name for name in values["layer_types"]]

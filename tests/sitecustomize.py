@@ -18,7 +18,8 @@ if "moeserve.processes" in sys.orig_argv:  # a rank, or the fork server from whi
         import other_system
         import pytest
 
-        other_system.pretend(pytest.MonkeyPatch())
+        only_processes = os.environ["MOESERVE_TEST_OTHER_SYSTEM"] == "processes"
+        other_system.pretend(pytest.MonkeyPatch(), only_processes=only_processes)
 
     from moeserve.processes.child import Parent
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeserve.triton_kernels.online_softmax import LOG2_E, chunk_of_tile, load_tile, softmax_weights
-from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE, AttentionConfig
+from moeserve.triton_kernels.paged_launch import CHUNKS_AT_ONCE, AttentionSpec
 from moeserve.triton_kernels.sizes import ceil_div, next_power_of_2
 
 # T tokens, N query heads, K unrotated values of a head's key, E rotated ones, V values of a head, L latent size,
@@ -138,11 +138,11 @@ def _starts(lengths: tuple[int, ...], tile: int, device: torch.device) -> tuple[
 
 
 @functools.cache
-def tile_config(element_size: int) -> AttentionConfig:
+def tile_config(element_size: int) -> AttentionSpec:
     """Return the tiles: two warp groups with 64 rows each, whose sums stay in registers."""
     if element_size == 4:  # without tensor cores, limited by registers and shared memory
-        return AttentionConfig(block_pairs=16, block_positions=16, num_warps=8, num_stages=1)
-    return AttentionConfig(block_pairs=128, block_positions=64, num_warps=8, num_stages=3)
+        return AttentionSpec(block_pairs=16, block_positions=16, num_warps=8, num_stages=1)
+    return AttentionSpec(block_pairs=128, block_positions=64, num_warps=8, num_stages=3)
 
 
 @functools.cache

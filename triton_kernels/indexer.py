@@ -23,7 +23,7 @@ DIGITS = 256  # values of 8 bits of a score, which are found together
 
 
 @dataclass(frozen=True)
-class IndexerConfig:
+class IndexerSpec:
     """Compile-time sizes of the kernel that writes scores."""
 
     block_heads: int
@@ -35,12 +35,12 @@ CHOOSE_ENTRIES = 1024  # entries of one iteration of the choice
 CHOOSE_WARPS = 4
 
 
-def score_config(num_heads: int, element_size: int) -> IndexerConfig:
+def score_config(num_heads: int, element_size: int) -> IndexerSpec:
     """Return the tiles of scores: products of 64 heads and 128 entries take half of 4 warps' registers."""
     if element_size == 4:  # without tensor cores, limited by registers
-        return IndexerConfig(block_heads=16, block_entries=16, num_warps=8)
+        return IndexerSpec(block_heads=16, block_entries=16, num_warps=8)
     block_heads = min(max(next_power_of_2(num_heads), 16), 64)
-    return IndexerConfig(block_heads, block_entries=128, num_warps=4)
+    return IndexerSpec(block_heads, block_entries=128, num_warps=4)
 
 
 def choose_entries(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
+from moeserve.triton_kernels.paged_launch import AttentionSpec, Splits, launch_attention
 from moeserve.triton_kernels.sizes import next_power_of_2
 
 # T tokens, N query heads, L latent size, P size of a vector (latent and rotary part), S chunks
@@ -119,32 +119,32 @@ def latent_attention(
 
 
 @functools.cache
-def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
+def tile_config(latent_size: int, element_size: int) -> AttentionSpec:
     """Return the tiles for chunks of many rows: the sums of 64 pairs x 512 elements take half of 8 warps' registers."""
     if element_size == 4:  # without tensor cores, limited by registers and shared memory
-        return AttentionConfig(block_pairs=16, block_positions=16, num_warps=8, num_stages=1)
-    return AttentionConfig(block_pairs=64, block_positions=32, num_warps=8, num_stages=3)
+        return AttentionSpec(block_pairs=16, block_positions=16, num_warps=8, num_stages=1)
+    return AttentionSpec(block_pairs=64, block_positions=32, num_warps=8, num_stages=3)
 
 
 @functools.cache
-def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionConfig:
+def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionSpec:
     """Return the tiles for chunks of one row: two warp groups have up to 64 heads."""
     block_pairs = min(max(next_power_of_2(num_heads), 16), 64)
     if element_size == 4:
         return tile_config(latent_size, element_size)
     num_stages = 4 if block_pairs == 16 else 3
-    return AttentionConfig(block_pairs, 32, num_warps=8, num_stages=num_stages)
+    return AttentionSpec(block_pairs, 32, num_warps=8, num_stages=num_stages)
 
 
 @functools.cache
-def few_config(num_heads: int, element_size: int) -> AttentionConfig | None:
+def few_config(num_heads: int, element_size: int) -> AttentionSpec | None:
     """Return the tiles for few chunks of one row, if they differ: two programs share the values of 64 heads.
 
     Both compute the scores, which costs nothing while multiprocessors would be idle.
     """
     if num_heads <= 32 or element_size == 4:
         return None
-    return AttentionConfig(block_pairs=64, block_positions=32, num_warps=4, num_stages=3, num_parts=2)
+    return AttentionSpec(block_pairs=64, block_positions=32, num_warps=4, num_stages=3, num_parts=2)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 
 from torch import Tensor
 
-from moeserve.triton_kernels.paged_launch import AttentionConfig, Splits, launch_attention
+from moeserve.triton_kernels.paged_launch import AttentionSpec, Splits, launch_attention
 from moeserve.triton_kernels.sizes import next_power_of_2
 
 # T tokens, N query heads, G key-value heads, H size of a key, V of a value, S chunks
@@ -91,36 +91,36 @@ def paged_attention(
 
 
 @functools.cache
-def tile_config(head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionConfig:
+def tile_config(head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionSpec:
     """Return the tiles for chunks of many rows: two warp groups with 64 pairs each, whose sums stay in registers.
 
     8-bit floats need more registers while they are converted.
     """
     if element_size == 4:  # without tensor cores, limited by registers and shared memory
         block = 32 if head_size <= 64 else 16
-        return AttentionConfig(block_pairs=block, block_positions=block, num_warps=8, num_stages=1)
+        return AttentionSpec(block_pairs=block, block_positions=block, num_warps=8, num_stages=1)
     if head_size <= 64:
-        return AttentionConfig(block_pairs=128, block_positions=128, num_warps=8, num_stages=3)
+        return AttentionSpec(block_pairs=128, block_positions=128, num_warps=8, num_stages=3)
     if head_size <= 128:
-        return AttentionConfig(block_pairs=128, block_positions=64, num_warps=8, num_stages=3)
+        return AttentionSpec(block_pairs=128, block_positions=64, num_warps=8, num_stages=3)
     if has_float8_cache:
-        return AttentionConfig(block_pairs=64, block_positions=32, num_warps=4, num_stages=3)
-    return AttentionConfig(block_pairs=128, block_positions=32, num_warps=8, num_stages=3)
+        return AttentionSpec(block_pairs=64, block_positions=32, num_warps=4, num_stages=3)
+    return AttentionSpec(block_pairs=128, block_positions=32, num_warps=8, num_stages=3)
 
 
 @functools.cache
-def split_config(group: int, head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionConfig:
+def split_config(group: int, head_size: int, element_size: int, has_float8_cache: bool = False) -> AttentionSpec:
     """Return the tiles for chunks of one row: few pairs, and enough positions in flight from memory."""
     block_pairs = min(max(next_power_of_2(group), 16), 64)
     if element_size == 4:
         return tile_config(head_size, element_size)
     if head_size <= 64:
-        return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=3 if has_float8_cache else 4)
+        return AttentionSpec(block_pairs, block_positions=64, num_warps=4, num_stages=3 if has_float8_cache else 4)
     if head_size <= 128:
-        return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=3)
+        return AttentionSpec(block_pairs, block_positions=64, num_warps=4, num_stages=3)
     if has_float8_cache:
-        return AttentionConfig(block_pairs, block_positions=16, num_warps=4, num_stages=4)
-    return AttentionConfig(block_pairs, block_positions=32, num_warps=4, num_stages=3)
+        return AttentionSpec(block_pairs, block_positions=16, num_warps=4, num_stages=4)
+    return AttentionSpec(block_pairs, block_positions=32, num_warps=4, num_stages=3)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ MERGE_WARPS = 2  # a thread holds 32 partial sums
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionSpec:
     """Compile-time sizes of an attention kernel."""
 
     block_pairs: int  # pairs of row and head of one program
@@ -57,7 +57,7 @@ class Splits:
     result depend on the other chunks of the step. Without, they depend on the chunk and the model's shape only.
     """
 
-    piece_size: int  # positions, a multiple of AttentionConfig.block_positions
+    piece_size: int  # positions, a multiple of AttentionSpec.block_positions
     max_splits: int  # of one context and key-value head, a power of two
     max_programs: int | None = None  # for all chunks, which share them evenly; each chunk may have one split more
 
@@ -79,9 +79,9 @@ def launch_attention(
     max_context: int,
     max_attended_rows: int | None = None,
     rows_have_positions: bool = False,
-    tile_config: AttentionConfig,
-    split_config: AttentionConfig,
-    few_config: AttentionConfig | None = None,
+    tile_config: AttentionSpec,
+    split_config: AttentionSpec,
+    few_config: AttentionSpec | None = None,
     splits: Splits | None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
@@ -267,6 +267,6 @@ def kernel_sizes(
 
 
 @functools.cache
-def num_tiles_and_parts(group: int, config: AttentionConfig) -> int:
+def num_tiles_and_parts(group: int, config: AttentionSpec) -> int:
     """Return the number of programs that a split of one key-value head has."""
     return ceil_div(group, config.block_pairs) * config.num_parts

@@ -52,7 +52,7 @@ def route(
     is_normalized: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Select the experts of each token and compute their weights. `RouterConfig` describes the settings.
+    """Select the experts of each token and compute their weights. `RouterSpec` describes the settings.
 
     Ties between experts, and between groups, go to the lowest index. NaN counts as larger than any number: the weights
     of its token contain NaN, and its K experts are still distinct.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -65,6 +66,8 @@ SHAPES: dict[str, Any] = {
     **LATENT,
     "GLM-4.5": attention_shape(96, 8, 128),
     "16 heads of 192": attention_shape(16, 16, 192),
+    "16 heads of 64": attention_shape(16, 4, 64),
+    "16 heads of 128": attention_shape(16, 4, 128),
     "small, windowed": attention_shape(4, 2, 16, window=11, has_sinks=True),
     "small": attention_shape(3, 1, 20),
     "small, for libraries": attention_shape(4, 2, 64, window=11),
@@ -77,26 +80,30 @@ CHUNKS: dict[str, Chunks] = {
     "prompts": [(700, 700), (300, 1500), (2, 513)],
     "mixed": [(1, 3000), (65, 65), (1, 1), (130, 2178)],
     "long context": [(200, 33000), (70, 70)],
-    "decode 1 x 4096": [(1, 4096)],
-    "decode 16 x 4096": [(1, 4096)] * 16,
-    "decode 64 x 512": [(1, 512)] * 64,
-    "decode 128 x 4096": [(1, 4096)] * 128,
-    "prompt of 4096": [(4096, 4096)],
-    "4 chunks of 64": [(64, 4096)] * 4,
 }
+MANY = re.compile(r"(\d+) x (\d+) of (\d+)")  # requests, rows of each, length of their contexts
 # plain: as by default, also by libraries; float8: keys and values are 8-bit floats, and the reference reads the same
 # codes; in order: the kernels of `batch_invariant`
 Variant = Literal["plain", "float8", "in order"]
 VARIANTS: tuple[Variant, ...] = ("plain", "float8", "in order")
 SMALL, SMALL_CHUNKS, SMALL_LATENT = ("small, windowed", "small"), ("short decode", "short prompts"), ["small, latent"]
-LARGE_CHUNKS, DECODES = ("decode", "prompts", "mixed"), [name for name in CHUNKS if name.startswith("decode ")]
+LARGE_CHUNKS = "decode", "prompts", "mixed"
+DECODES = "1 x 1 of 4096", "16 x 1 of 4096", "64 x 1 of 512", "128 x 1 of 4096"
+
+
+def chunks_of(kind: str) -> Chunks:
+    if match := MANY.fullmatch(kind):
+        batch, num_rows, context = map(int, match.groups())
+        return [(num_rows, context)] * batch
+    return CHUNKS[kind]
 
 
 @cases_of(
     "attention",
     crossed(SMALL, SMALL_CHUNKS, VARIANTS) + crossed(["small, for libraries"], SMALL_CHUNKS, ["plain"], [16, 64]),
     crossed(GROUPED, LARGE_CHUNKS, VARIANTS) + crossed(GROUPED, LARGE_CHUNKS, ["plain"], [64, 256]),
-    [(name, kind, each) for each in VARIANTS[:2] for name in GROUPED for kind in (*DECODES, "prompt of 4096")],
+    [(name, kind, each) for each in VARIANTS[:2] for name in GROUPED for kind in (*DECODES, "1 x 4096 of 4096")]
+    + crossed(["Qwen3-30B-A3B"], [DECODES[0], DECODES[2]], ["plain"], [16], [MAX_MODEL_LEN]),
 )
 def attend(
     source: Source, name: str, kind: str, variant: Variant, block_size: int = BLOCK_SIZE, longest: int = 0
@@ -108,7 +115,7 @@ def attend(
     Args:
         longest: tokens for which the block table has room, as in a graph; 0: those of the longest context.
     """
-    shape, chunks = dataclasses.replace(SHAPES[name], dtype=source.dtype), CHUNKS[kind]
+    shape, chunks = dataclasses.replace(SHAPES[name], dtype=source.dtype), chunks_of(kind)
     step_kind: StepKind = "decode" if max(num_rows for num_rows, _ in chunks) == 1 else "chunks"
     libraries = {}
     if variant == "plain" and (package := installed_flashinfer(source.device)):
@@ -221,27 +228,43 @@ def make_latent(backend: Backend, shape: LatentShape) -> LatentAttentionBackend:
     "latent attention",
     crossed(SMALL_LATENT, SMALL_CHUNKS) + crossed(SMALL_LATENT, SMALL_CHUNKS, [True]),
     crossed(LATENT, LARGE_CHUNKS) + crossed(LATENT, LARGE_CHUNKS, [True]),
-    crossed(LATENT, (*DECODES, "4 chunks of 64")),
+    crossed(LATENT, (*DECODES, "4 x 64 of 4096")),
 )
 def latent_attend(source: Source, name: str, kind: str, is_ordered: bool = False) -> Case:
     """Attend with absorbed weights of keys and values. Memory that no row may read contains NaN."""
-    shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
+    shape, step = SHAPES[name], source.step(chunks_of(kind), BLOCK_SIZE)
     cache = draw_cache(source, step, BLOCK_SIZE, shape.vector_size, unread=torch.nan)
     query_TNP = source.normal(len(step.positions), shape.num_heads, shape.vector_size)
-    options: Any = dict(is_ordered=is_ordered, work=attention_work(query_TNP, cache, CHUNKS[kind], shape.latent_size))
+    options: Any = dict(
+        is_ordered=is_ordered, work=attention_work(query_TNP, cache, chunks_of(kind), shape.latent_size)
+    )
     return Case(lambda backend: make_latent(backend, shape).attend, (query_TNP, cache, step), **options)
 
 
-@cases_of("chosen positions", crossed(SMALL_CHUNKS, [3], [20], [8]), crossed(LARGE_CHUNKS, [64], [128], [2048]))
-def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top_k: int) -> Case:
-    """Select positions to attend to. Rounding may change a few of them."""
-    rule, step = IndexerRule(top_k=top_k), source.step(CHUNKS[kind], BLOCK_SIZE)
-    num_tokens, keys = len(step.positions), draw_cache(source, step, BLOCK_SIZE, key_size)
+@cases_of(
+    "chosen positions",
+    crossed(SMALL_CHUNKS, [3], [20], [8]),
+    crossed(LARGE_CHUNKS, [64], [128], [2048]),
+    crossed(["1 x 1 of 16384", "1 x 64 of 16384"], [64], [128], [2048]),
+)
+def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top_k: int, ratio: int = 1) -> Case:
+    """Select positions, or entries of `ratio` tokens, to attend to. Rounding may change a few of them.
+
+    The work is to read all keys and to multiply by them; without more keys than `top_k`, there is none.
+    """
+    chunks, block_size = chunks_of(kind), BLOCK_SIZE if ratio == 1 else 32 * ratio
+    rule, step = IndexerRule(top_k=top_k, tokens_per_entry=ratio), source.step(chunks, block_size)
+    num_tokens, keys = len(step.positions), draw_cache(source, step, block_size // ratio, key_size)
+    scored = [(num_rows, context // ratio) for num_rows, context in chunks if context // ratio > top_k]
+    work = Work(
+        keys.element_size() * key_size * sum(seen for _, seen in scored),
+        2.0 * num_heads * key_size * sum(num_rows * seen for num_rows, seen in scored),
+    )
     inputs = source.normal(num_tokens, num_heads, key_size), source.normal(num_tokens, num_heads), keys, step
 
     def are_chosen(chosen: ChosenEntries) -> Tensor:
         places_C = torch.arange(chosen.slots_TC.shape[1], device=source.device)
-        end = len(keys) * BLOCK_SIZE  # stands for the slots after the last
+        end = keys.shape[0] * keys.shape[1]  # stands for the slots after the last
         slots_TC = chosen.slots_TC.long().where(places_C < chosen.counts_T[:, None], end)
         return slots_TC.new_zeros(num_tokens, end + 1, dtype=torch.bool).scatter(1, slots_TC, True)[:, :end]
 
@@ -250,27 +273,33 @@ def choose_entries(source: Source, kind: str, num_heads: int, key_size: int, top
         num_others = (are_chosen(chosen) ^ expected).sum()
         return chosen.counts_T, num_others <= MOST_TIES * expected.sum()
 
-    return Case(lambda backend: indexer_ops.make(backend, rule), inputs, defined)
+    return Case(lambda backend: indexer_ops.make(backend, rule), inputs, defined, work=work)
 
 
 @cases_of(
     "chosen positions",
     crossed(SMALL_LATENT, ["short decode", "short prompts"], [20], [False, True]),
     crossed(["DeepSeek-V3"], ["mixed"], [2048], [False, True]),
+    crossed(["DeepSeek-V3"], ["1 x 1 of 16384", "1 x 64 of 16384"], [2048], [False], [True]),
 )
-def attend_chosen(source: Source, name: str, kind: str, most: int, is_ordered: bool) -> Case:
-    """Write vectors, and attend to selected positions, whose number differs between rows."""
-    shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
+def attend_chosen(source: Source, name: str, kind: str, most: int, is_ordered: bool, is_full: bool = False) -> Case:
+    """Write vectors, and attend to selected positions, whose number differs between rows unless `is_full`.
+
+    The work counts the positions of one row once: rows of a request mostly select the same ones.
+    """
+    shape, step = SHAPES[name], source.step(chunks_of(kind), BLOCK_SIZE)
     num_tokens, cache = len(step.positions), draw_cache(source, step, BLOCK_SIZE, shape.vector_size)
-    chosen = draw_chosen(source, num_tokens, len(cache) * BLOCK_SIZE, most)
+    chosen = draw_chosen(source, num_tokens, len(cache) * BLOCK_SIZE, most, is_full)
     query_TNP = source.normal(num_tokens, shape.num_heads, shape.vector_size)
+    pairs = 2.0 * float(chosen.counts_T.sum()) * shape.num_heads
+    work = Work(most * bytes_of(cache) / cache[..., 0].numel(), pairs * (shape.vector_size + shape.latent_size))
     inputs = query_TNP, source.normal(num_tokens, shape.vector_size), cache, chosen
 
     def call(attention: Any, query_TNP: Tensor, vectors_TP: Tensor, cache: Tensor, chosen: ChosenEntries) -> Any:
         attention.write(vectors_TP, cache, step)
         return attention.attend_chosen(query_TNP, cache, chosen), cache
 
-    return Case(lambda backend: partial(call, make_latent(backend, shape)), inputs, is_ordered=is_ordered)
+    return Case(lambda backend: partial(call, make_latent(backend, shape)), inputs, is_ordered=is_ordered, work=work)
 
 
 @cases_of(
@@ -280,7 +309,7 @@ def attend_chosen(source: Source, name: str, kind: str, most: int, is_ordered: b
 )
 def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Case:
     """Attend from all chunks of more than one row, with keys and values expanded for each head."""
-    shape, step = SHAPES[name], source.step(CHUNKS[kind], BLOCK_SIZE)
+    shape, step = SHAPES[name], source.step(chunks_of(kind), BLOCK_SIZE)
     cache = draw_cache(source, step, BLOCK_SIZE, shape.vector_size)
     query_TNQ = source.normal(len(step.positions), shape.num_heads, head_size + shape.rotary_size)
     maps = source.normal(2, shape.num_heads, shape.latent_size, head_size) * shape.latent_size**-0.5
@@ -294,7 +323,8 @@ def expanded_attend(source: Source, name: str, kind: str, head_size: int) -> Cas
         attention.attend_expanded(query_TNK, query_TNE, cache, step, 1, expand, out_TNV)
         return out_TNV
 
-    return Case(lambda backend: partial(call, make_latent(backend, shape)), (query_TNQ, maps, cache, step))
+    work = attention_work(query_TNQ, cache, chunks_of(kind), head_size)
+    return Case(lambda backend: partial(call, make_latent(backend, shape)), (query_TNQ, maps, cache, step), work=work)
 
 
 OPERATIONS = [attend, latent_attend, choose_entries, attend_chosen, expanded_attend, rotate_and_write, apply_rope]

@@ -19,7 +19,7 @@ from moeserve.ops import rows as rows_ops
 from moeserve.ops import sampling as sampling_ops
 from moeserve.ops.backend import REFERENCE, Backend
 from moeserve.ops.pairs.interface import Keys, PairKernels
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.select import select_backend
 
 # T tokens, D width, N heads, H head size, R rows, V vocabulary, W fields of settings, E experts, K experts per token
@@ -28,13 +28,13 @@ EPSILON = 1e-5
 DRAW_SLACK = 1e-4  # allowed distance from the border between two tokens, in kept probability
 MOST_TIES = 0.01  # maximum fraction of tokens whose experts rounding may change
 ROUTERS = {
-    "Mixtral": RouterConfig(num_experts=8, top_k=2, is_normalized=True),
-    "DeepSeek-V2": RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),
-    "DeepSeek-V3": RouterConfig(
+    "Mixtral": RouterSpec(num_experts=8, top_k=2, is_normalized=True),
+    "DeepSeek-V2": RouterSpec(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),
+    "DeepSeek-V3": RouterSpec(
         num_experts=256, top_k=8, scoring="sigmoid", num_groups=8, num_chosen_groups=4, experts_rating_group=2,
         is_normalized=True, scale=2.5, has_correction=True,
     ),
-    "gpt-oss": RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen", has_bias=True),
+    "gpt-oss": RouterSpec(num_experts=32, top_k=4, scoring="softmax_of_chosen", has_bias=True),
 }  # fmt: skip
 SMALL_NORMS, NORMS = [(3, 40), (2, 130)], [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
 ROWS = [(1, 2048), (64, 4096), (8192, 4096)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.check import Case, bytes_of, cases_of, crossed
-from moeserve.bench.gpu.inputs import Source, draw_chosen
+from moeserve.bench.gpu.inputs import Source, draw_chosen, num_cache_blocks
 from moeserve.bench.limits import Work
 from moeserve.ops import compressed_attention as compressed_attention_ops
 from moeserve.ops import convolution as convolution_ops
@@ -19,7 +19,7 @@ from moeserve.ops import streams as streams_ops
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeights
 from moeserve.ops.linear_attention.interface import LinearAttentionShape, LinearAttentionWeights
-from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
+from moeserve.ops.streams.interface import StreamsSpec, StreamsWeights
 from moeserve.step_inputs import StateRows, StepInputs
 
 # T tokens, N query heads, H head size, m tokens of an entry, X values and gates of a token
@@ -32,7 +32,9 @@ FLASH = CompressedShape(
 )
 SMALL = dataclasses.replace(FLASH, num_heads=3, head_size=20, scale=0.3, window=6, index_size=12)
 LENGTHS = {
-    "shortest": (10, 1), "short": (20, 1), "prompts": (300, 1, 65), "prompt of 4096": (4096,), "64 decodes": (1,) * 64,
+    "shortest": (10, 1), "short": (20, 1), "prompts": (300, 1, 65),
+    **{f"{batch} decodes": (1,) * batch for batch in (1, 8, 32, 64)},
+    **{f"prompt of {size}": (size,) for size in (512, 4096)},
 }  # fmt: skip
 SHAPES = {
     "V4, chosen entries": FLASH,
@@ -42,13 +44,14 @@ SHAPES = {
     "small, all entries": dataclasses.replace(SMALL, ratio=5, index_size=None),
     "small, window": dataclasses.replace(SMALL, ratio=None, index_size=None),
 }
-STREAMS = StreamsConfig(num_streams=4, num_iterations=20, epsilon=1e-6)
+STREAMS = StreamsSpec(num_streams=4, num_iterations=20, epsilon=1e-6)
 linear_shape = partial(LinearAttentionShape, key_dim=128, norm_epsilon=1e-3)
 channels: Any = dict(has_channel_decays=True, gate="sigmoid")
 LINEAR = {
     "Qwen3-Next": linear_shape(num_heads=32, num_key_heads=16, value_dim=128, is_delta=True),
     "Kimi-Linear": linear_shape(num_heads=32, num_key_heads=32, value_dim=128, is_delta=True, **channels),
     "Nemotron-3-Nano": linear_shape(num_heads=64, num_key_heads=8, value_dim=64, is_delta=False),
+    "granite-4.0-h-small": linear_shape(num_heads=128, num_key_heads=1, value_dim=64, is_delta=False),
 }
 SMALL_LINEAR = {
     f"small {name}": dataclasses.replace(shape, num_heads=2, num_key_heads=1, key_dim=16, value_dim=24)
@@ -86,6 +89,34 @@ def compressed_attention(source: Source, name: str, kind: str, top_k: int) -> Ca
         return attention.attend(query_TNH, chosen, sinks, cache, step, step), pooled_TH, cache.entries, cache.tails
 
     return Case(lambda backend: partial(call, compressed_attention_ops.make(backend, shape)), inputs)
+
+
+@cases_of(
+    "compressed attention",
+    [("small, chosen entries", 2, 40, 3), ("small, all entries", 2, 40, 0)],
+    (),
+    crossed(["V4, chosen entries"], [1, 64], [4096, 65536], [512])
+    + crossed(["V4, all entries"], [1, 64], [65536], [0]),
+)
+def attend_to_entries(source: Source, name: str, num_rows: int, context: int, top_k: int) -> Case:
+    """Attend at the end of a long context. The work counts the positions of one row once."""
+    shape, block_size = SHAPES[name], BLOCK_SIZE if name.startswith("V4") else SMALL_BLOCK_SIZE
+    step = source.step([(num_rows, context)], block_size)
+    num_blocks, seen = num_cache_blocks(step), context // (shape.ratio or 1)
+    is_chosen = shape.index_size is not None
+    chosen = draw_chosen(source, num_rows, num_blocks * block_size // 4, top_k, is_full=True) if is_chosen else None
+    sizes: Any = dict(num_blocks=num_blocks, num_window_blocks=num_blocks, block_size=block_size)
+    cache = CompressedCache.empty(shape, **sizes, dtype=source.dtype, device=source.device)
+    cache.vectors.normal_(generator=source.generator)
+    inputs = source.normal(num_rows, shape.num_heads, shape.head_size), chosen, source.float32(shape.num_heads)
+    attended = min(shape.window, context) + (min(top_k, seen) if is_chosen else seen)
+    work = Work(
+        attended * shape.head_size * inputs[0].element_size(),
+        4.0 * num_rows * attended * shape.num_heads * shape.head_size,
+    )
+    return Case(
+        lambda backend: compressed_attention_ops.make(backend, shape).attend, (*inputs, cache, step, step), work=work
+    )
 
 
 @cases_of(
@@ -176,4 +207,7 @@ def short_convolution(source: Source, num_channels: int, num_taps: int, is_gated
     )
 
 
-OPERATIONS = [linear_attention, short_convolution, compressed_attention, collapse_streams, expand_streams]
+OPERATIONS = [
+    *(linear_attention, short_convolution, compressed_attention, attend_to_entries),
+    *(collapse_streams, expand_streams),
+]

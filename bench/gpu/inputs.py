@@ -139,8 +139,9 @@ def draw_cache(source: Source, step: StepInputs, block_size: int, *sizes: int, u
     return cache
 
 
-def draw_chosen(source: Source, num_tokens: int, num_slots: int, top_k: int) -> ChosenEntries:
-    slots_TC, counts_T = source.integers(0, num_slots, num_tokens, top_k), source.integers(0, top_k + 1, num_tokens)
+def draw_chosen(source: Source, num_tokens: int, num_slots: int, top_k: int, is_full: bool = False) -> ChosenEntries:
+    slots_TC = source.integers(0, num_slots, num_tokens, top_k)
+    counts_T = source.integers(top_k if is_full else 0, top_k + 1, num_tokens)
     starts = torch.arange(num_tokens + 1, device=source.device)
     return ChosenEntries(slots_TC.int(), counts_T.int(), starts.int())
 

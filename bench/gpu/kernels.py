@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from moeserve.bench.gpu.cases import CASES
-from moeserve.bench.gpu.check import Case, NamedCases, Operation, bytes_of
+from moeserve.bench.gpu.check import Case, NamedCases, bytes_of
 from moeserve.bench.gpu.inputs import Source, source_of
 from moeserve.bench.gpu.limits import ColdTimer, GpuLimits, measure_limits
 from moeserve.bench.gpu.parts import Item, Job, Row, bar, is_cuda_error
@@ -26,19 +26,15 @@ TIMED = [
 ]
 
 
-def items(job: Job) -> Iterator[Item]:
-    """Yield the measurements of all timed operations."""
-    return timed_items(source_of(job), TIMED)
-
-
-def timed_cases(source: Source, operations: Sequence[Operation] = TIMED, *, is_small: bool = False) -> NamedCases:
+def timed_cases(source: Source, *, is_small: bool = False) -> NamedCases:
     """Yield the cases to time; with `is_small`, small cases of the same operations."""
-    for operation in operations:
+    for operation in TIMED:
         yield from operation.cases(source, operation.small if is_small and operation.timed else operation.timed)
 
 
-def timed_items(source: Source, operations: Sequence[Operation]) -> Iterator[Item]:
+def items(job: Job) -> Iterator[Item]:
     """Yield measurements, which are small on a CPU. They use the same limits, which are measured again at the end."""
+    source = source_of(job)
     device, backend = source.device, select_backend(source.device)
     limits = functools.cache(partial(measure_limits, device.type))
     timer = functools.cache(partial(ColdTimer, device))
@@ -47,7 +43,7 @@ def timed_items(source: Source, operations: Sequence[Operation]) -> Iterator[Ite
         return measure(name, make(), backend, timer(), limits())
 
     yield "limits before", lambda: [limits().row]
-    for name, make in timed_cases(source, operations, is_small=device.type == "cpu"):
+    for name, make in timed_cases(source, is_small=device.type == "cpu"):
         yield name, partial(rows, name, make)
     yield "limits after", lambda: [measure_limits(device.type).row]
 

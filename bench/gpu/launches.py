@@ -37,11 +37,10 @@ from moeserve.bench.gpu import engine
 from moeserve.bench.gpu.cases import CASES
 from moeserve.bench.gpu.check import Case
 from moeserve.bench.gpu.inputs import Source
-from moeserve.bench.gpu.kernels import TIMED, timed_cases
+from moeserve.bench.gpu.kernels import timed_cases
 from moeserve.bench.gpu.models import BLOCK_SIZE, make_model, published
 from moeserve.bench.gpu.parts import Item, Job, Row
-from moeserve.bench.gpu.probe import LOST_TIME
-from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS, name_parts
+from moeserve.bench.gpu.throughput import CHUNK_TOKENS, MEASURES, MODELS
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import Groups
 from moeserve.kv.layer_cache import Places
@@ -141,7 +140,7 @@ def record_step(
     """
     source = Source(torch.device("cpu"), torch.Generator(), dtype)
     model = make_model(config, TRITON, dataclasses.replace(source, device=META), quantization)
-    caches = model.make_caches(Places.equal(CacheRules(), max(4, len(spans)), BLOCK_SIZE))
+    caches = model.make_caches(Places.equal(CacheRules(), max(4, len(spans))))
     drawn = source.step([(span.num_rows, span.context_len) for span in spans], BLOCK_SIZE)
     tensors: Any = {name: each.to(META) for name, each in vars(drawn).items() if isinstance(each, Tensor)}
     if all(span.num_rows == 1 for span in spans):
@@ -228,9 +227,8 @@ def items(job: Job) -> Iterator[Item]:
     source = untouched_source()
     steps = [decode(batch, 512) for batch in sorted({each.batch for each in MEASURES})]
     steps.append(prefill(CHUNK_TOKENS, CHUNK_TOKENS))
-    for name in MODELS:
-        model, quantization = name_parts(name)
-        recorders[name] = partial(launches_of_steps, published(model, 2), steps, quantization)
+    for model in MODELS:
+        recorders[model.name] = partial(launches_of_steps, published(model.published, 2), steps, model.quantization)
     steps = [decode(4, 40), prefill(40, 40), [*prefill(6, 40), ChunkSpan(6, 1, 20)]]
     for family, dtype in engine.CHECKPOINTS:
         config = engine.config_of(family).to_dict()
@@ -238,7 +236,7 @@ def items(job: Job) -> Iterator[Item]:
     for name, operations in CASES.items():
         makes = [make for each in operations for _, make in each.cases(source, each.large)]
         recorders[f"the check {name}"] = partial(launches_of, makes)
-    for name, make in timed_cases(source, TIMED + LOST_TIME):
+    for name, make in timed_cases(source):
         recorders[name] = partial(launches_of, [make])
     for name, record in recorders.items():
         if not job.on_cpu or name.endswith(SMALL_CHECK):

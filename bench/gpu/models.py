@@ -16,7 +16,7 @@ from moeserve.bench.gpu.rehearsal import RepeatedCapture
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models.checkpoint.loading import fill_randomly
 from moeserve.models.decoder import Decoder
@@ -24,7 +24,8 @@ from moeserve.models.registry import Description, describe
 from moeserve.ops.backend import Backend
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture
-from moeserve.worker.step_replay import StepContext, StepOutputs
+from moeserve.worker.rank_context import RankContext
+from moeserve.worker.step_runner import StepOutputs
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
 BLOCK_SIZE = 16
@@ -51,7 +52,7 @@ def make_model(
 ) -> Decoder:
     """Return the model of a config.json for a single rank, with random weights unless it is on the meta device."""
     groups, facts = groups_of_one_rank(), described(config).model
-    context = ModelContext(backend, groups, source.dtype, source.device, quantization=quantization)
+    context = BuildContext(backend, groups, source.dtype, source.device, quantization=quantization)
     model = Decoder(facts, facts.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
     if source.device.type != "meta":
         fill_randomly(model, 1)
@@ -62,8 +63,8 @@ def capture_step(
     model: Decoder, caches: list[Any], backend: Backend, source: Source, num_rows: int, max_blocks: int
 ) -> Callable[[StepInputs], StepOutputs]:
     """Capture a decode step. The function that is returned replays it for another step, whose inputs it copies."""
-    sizes: Any = dict(tp_rank=0, block_size=BLOCK_SIZE, max_blocks=max_blocks)
-    context = StepContext(mesh=Mesh(tp=1, dp=1), device=source.device, **sizes)
+    sizes: Any = dict(tp_rank=0, max_blocks=max_blocks)
+    context = RankContext(mesh=Mesh(tp=1, dp=1), device=source.device, **sizes)
     capture = TorchCapture(torch.cuda.Stream()) if backend.supports_cuda_graphs else RepeatedCapture()
     graphs = CudaGraphs(model, caches, context, (num_rows,), capture)
     settings, padding = source.settings(num_rows)[0], torch.zeros(num_rows, dtype=torch.bool, device=source.device)

@@ -1,20 +1,17 @@
 """The summary page of a GPU benchmark: the largest losses first, then failures, bars, and skipped items.
 
-    python -m moeserve.bench.gpu.page PATH [--save]
-
 With `--save`, the fastest implementation of each class of shapes is also written to the table that `measured.py` reads.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from moeserve.bench.gpu.parts import PROCESS_OF, Row
-from moeserve.bench.harness import read_jsonl, show
+from moeserve.bench.harness import plain_parser, read_jsonl, show
 
 MOST_LOSSES = 12
 
@@ -85,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from moeserve.ops import measured
     from moeserve.triton_kernels.tuning import file_name
 
-    parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.page", description=__doc__.splitlines()[0])
+    parser = plain_parser("gpu_page", __doc__)
     parser.add_argument("path", type=Path, help="file written by `run --json`")
     parser.add_argument("--save", action="store_true", help="write the fastest libraries to the table of this GPU")
     options = parser.parse_args(arguments)

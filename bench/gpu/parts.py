@@ -42,6 +42,7 @@ class Part:
 
     name: str
     module: str  # of this package; its `items(job)` yields the part's items
+    seconds: float  # its share of the time of a run
     num_processes: int  # maximum number of concurrent processes
     item_seconds: float  # an item that takes longer has failed
     needs_gpu: bool = True
@@ -51,12 +52,12 @@ class Part:
 PARTS = {
     part.name: part
     for part in (
-        Part("compile", "launches", 16, 300, needs_gpu=False),
-        Part("checks", "cases", 6, 40),
-        Part("engine", "engine", 10, 45),  # one process for each family and dtype
-        Part("probe", "probe", 1, 25, is_timed=True),
-        Part("throughput", "throughput", 1, 110, is_timed=True),
-        Part("kernels", "kernels", 1, 12, is_timed=True),
+        Part("compile", "launches", 90, 16, 300, needs_gpu=False),
+        Part("checks", "cases", 110, 6, 40),
+        Part("engine", "engine", 110, 10, 45),  # one process for each family and dtype
+        Part("steps", "steps", 40, 1, 25, is_timed=True),
+        Part("throughput", "throughput", 180, 1, 110, is_timed=True),
+        Part("kernels", "kernels", 170, 1, 12, is_timed=True),
     )
 }
 
@@ -70,7 +71,6 @@ class Job:
     on_cpu: bool = False  # rehearse on a CPU
     is_small: bool = False  # check small shapes, as in a rehearsal
     match: str = ""  # only items whose name contains this text
-    models: tuple[str, ...] = ()  # names of the models whose throughput is measured; empty: all
     finished: tuple[str, ...] = ()  # items that an earlier run or process has completed
     begin_before: float = float("inf")  # time of the monotonic clock after which no item is begun
     share: int = 0  # number of this process among those of the part

@@ -1,12 +1,10 @@
 """Checks and measures everything that needs a GPU.
 
-    python -m moeserve.bench.gpu.run [first | second] [--json PATH]
-
-Each part has a number of seconds, and later parts get what earlier ones leave. Items that are left out for lack of time
-are reported. Each result is written at once as a line of JSON, so that an interrupted run leaves a valid file. A run
-with the same file, GPU and seed continues it: items that have ended are not repeated. With `--retry`, as in `second`,
-failed items run again, and checks that passed at another commit count. With `--rehearse`, everything runs on a CPU at
-small sizes. The exit code is 1 if anything has failed; missed bars do not count as failures.
+Each part gets its share of the time, and later parts get what earlier ones leave. Items that are left out for lack of
+time are reported. Each result is written at once as a line of JSON, so that an interrupted run leaves a valid file. A
+run with the same file, GPU and seed continues it: items that have ended are not repeated. With `--retry`, failed items
+run again, and checks that passed at another commit count. With `--rehearse`, everything runs on a CPU at small sizes.
+The exit code is 1 if anything has failed; missed bars do not count as failures.
 """
 
 from __future__ import annotations
@@ -25,28 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.bench.gpu.page import current_rows, page, row_text
-from moeserve.bench.gpu.parts import COMMAND, PARTS, Job, Row, run_part
-from moeserve.bench.harness import at_least, make_parser, save, show
+from moeserve.bench.gpu.parts import COMMAND, PARTS, Job, Part, Row, run_part
+from moeserve.bench.harness import add_choices, at_least, make_parser, save, show
 from moeserve.config.environment import environment_without
 from moeserve.machine import installed_version, usable_cores
 
-Seconds = dict[str, int]  # of each part, in the order in which they run
-
-STAGES: dict[str, Seconds] = {
-    "first": {"compile": 40, "checks": 85, "engine": 85, "probe": 50, "throughput": 60},
-    "second": {"compile": 40, "checks": 40, "engine": 40, "throughput": 85, "kernels": 110},
-    "all": {"compile": 120, "checks": 90, "engine": 120, "probe": 60, "throughput": 180, "kernels": 130},
-}
-MODELS_OF_STAGE = {"first": ("Qwen3-30B-A3B",), "second": ("Qwen3-30B-A3B", "Qwen3-30B-A3B fp8")}
-REHEARSAL_SECONDS = 900  # of each part, without a stage
+SECONDS = sum(part.seconds for part in PARTS.values())
+REHEARSAL_SECONDS = 900  # of each part
 LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 5), "transformers": (5, 0)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("gpu.run", "Check and measure everything that needs a GPU.", rounds=None, threads=False)
-    parser.add_argument("stage", nargs="?", choices=STAGES, default="all", help="which parts run (default: all)")
-    parser.add_argument("--parts", type=read_parts, metavar="NAME:SECONDS,...", help="run these parts instead")
-    parser.add_argument("--models", help="names of the models of `throughput`, separated by commas")
+    parser = make_parser("gpu", __doc__, rounds=None, threads=False)
+    add_choices(parser, "--only", PARTS, "all parts")
+    parser.add_argument("--seconds", type=at_least(1), help=f"time of all chosen parts (default: {SECONDS} for all)")
     parser.add_argument("--match", default="", metavar="TEXT", help="only items whose name contains TEXT")
     parser.add_argument("--retry", action="store_true", help="run failed items of the file again")
     parser.add_argument("--seed", type=at_least(0), help="of random inputs (default: the file's, or a new one)")
@@ -55,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--under", default="", metavar="COMMAND", help="run small checks under compute-sanitizer")
     parser.add_argument("--rehearse", action="store_true", help="run small sizes on a CPU in Triton's interpreter")
     options = parser.parse_args(arguments)
-    parts = options.parts or STAGES[options.stage]
-    if options.rehearse and options.stage == "all" and not options.parts:
-        parts = dict.fromkeys(parts, REHEARSAL_SECONDS)
-    if reason := why_not(needs_gpu=not options.rehearse and any(PARTS[name].needs_gpu for name in parts)):
+    parts = [PARTS[name] for name in options.only or PARTS]
+    whole = sum(part.seconds for part in parts)
+    seconds = REHEARSAL_SECONDS * len(parts) if options.rehearse else whole
+    parts = [replace(part, seconds=(options.seconds or seconds) * part.seconds / whole) for part in parts]
+    if reason := why_not(needs_gpu=not options.rehearse and any(part.needs_gpu for part in parts)):
         print(f"error: {reason}", file=sys.stderr)
         return 1
     if options.cache is not None:
@@ -68,18 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_parts(options, parts)
 
 
-def read_parts(text: str) -> Seconds:
-    """Read a list such as "checks:90,throughput:60"."""
-    try:
-        parts = {name: int(seconds) for name, seconds in (each.split(":") for each in text.split(","))}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME:SECONDS") from None
-    if unknown := set(parts) - set(PARTS):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are only {', '.join(PARTS)}")
-    return parts
-
-
-def run_parts(options: argparse.Namespace, parts: Seconds) -> int:
+def run_parts(options: argparse.Namespace, parts: Sequence[Part]) -> int:
     """Run parts in their order, and return the exit code."""
     from moeserve.bench.gpu.limits import gpu_environment
 
@@ -104,24 +84,27 @@ def run_parts(options: argparse.Namespace, parts: Seconds) -> int:
 
     show(f"{environment['gpu']}, {environment['versions']}\nseed {seed}")
     write({"kind": "start", "environment": environment})
-    retries = options.retry or options.stage == "second"
-    models = tuple(options.models.split(",")) if options.models else MODELS_OF_STAGE.get(options.stage, ())
-    job = Job("", seed, options.rehearse, options.rehearse or bool(options.under), options.match, models)
-    later = sum(parts.values())
+    job = Job("", seed, options.rehearse, options.rehearse or bool(options.under), options.match)
+    later = sum(part.seconds for part in parts)
     ends_at = started + later
-    for name, seconds in parts.items():
-        later -= seconds
+    # The processes of a part run `COMMAND` unless another program starts them.
+    under: dict[str, Any] = {"command": [*shlex.split(options.under), *COMMAND]} if options.under else {}
+    for part in parts:
+        later -= part.seconds
         budget = ends_at - later - time.monotonic()
-        finished = finished_items(earlier, name, None if retries and not PARTS[name].is_timed else commit)
-        if retries:
+        finished = finished_items(earlier, part.name, None if options.retry and not part.is_timed else commit)
+        if options.retry:
             finished -= {row["item"] for row in current_rows(earlier) if row["status"] == "failed"}
-        show(f"\n{name}: {budget:.0f} s at most" + (f", {len(finished)} items have ended before" if finished else ""))
-        part = replace(PARTS[name], num_processes=min(PARTS[name].num_processes, usable_cores()))
-        if options.rehearse:  # the interpreter is slow
-            part = replace(part, item_seconds=max(part.item_seconds, budget))
-        of_part = replace(job, part=name, finished=tuple(sorted(finished)))
-        command = [*shlex.split(options.under), *COMMAND]
-        run_part(part, budget, of_part, functools.partial(add, name), command, environment_of(of_part, options.cache))
+        show(
+            f"\n{part.name}: {budget:.0f} s at most"
+            + (f", {len(finished)} items have ended before" if finished else "")
+        )
+        # The interpreter is slow.
+        most = max(part.item_seconds, budget) if options.rehearse else part.item_seconds
+        part = replace(part, num_processes=min(part.num_processes, usable_cores()), item_seconds=most)
+        of_part = replace(job, part=part.name, finished=tuple(sorted(finished)))
+        environment_of_part = environment_of(of_part, options.cache)
+        run_part(part, budget, of_part, functools.partial(add, part.name), environment=environment_of_part, **under)
     passed = not any(row["status"] == "failed" for row in current_rows([*earlier, *lines]))
     write({"kind": "end", "passed": passed, "seconds": time.monotonic() - started, "environment": environment})
     show(f"\n{page([*earlier, *lines])}")

@@ -40,9 +40,28 @@ from moeserve.models.summary import summarize
 
 MEMORY_SHARE = 0.75  # fraction of the GPU's memory for weights
 WAITS = "the device waits"
-# Names of published models, some with a quantization.
-MODELS = ("Qwen3-30B-A3B", "Qwen3-30B-A3B fp8", "DeepSeek-V2-Lite", "DeepSeek-V2-Lite fp8", "Mixtral-8x7B")
-REHEARSED_MODEL = "DeepSeek-V2-Lite"  # has latent attention and shared experts
+
+
+class Model(NamedTuple):
+    """A published model, maybe with a quantization."""
+
+    published: str
+    quantization: QuantizationName | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.published}, {self.quantization}" if self.quantization else self.published
+
+
+# The most important come first.
+MODELS = (
+    Model("Qwen3-30B-A3B"),
+    Model("Qwen3-30B-A3B", "fp8"),
+    Model("DeepSeek-V2-Lite"),
+    Model("DeepSeek-V2-Lite", "fp8"),
+    Model("Mixtral-8x7B"),
+)
+REHEARSED_MODEL = Model("DeepSeek-V2-Lite")  # has latent attention and shared experts
 
 
 class Measure(NamedTuple):
@@ -69,7 +88,6 @@ class Measure(NamedTuple):
         return [[(end - start, end)] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-# The most important come first.
 MEASURES = (
     Measure(1, 496, least=0.6),
     Measure(8, 496, least=0.75),
@@ -85,10 +103,6 @@ NUM_ROUNDS = 3
 ON_CPU: dict[str, Any] = dict(device="cpu", dtype="float32", kv_cache_memory="1MiB", packed_cache=0)
 
 
-def name_parts(name: str) -> tuple[str, QuantizationName | None]:
-    return (name.removesuffix(" fp8"), "fp8") if name.endswith(" fp8") else (name, None)
-
-
 def layers_that_fit(name: str, memory_bytes: float) -> int:
     """Return the number of layers of a model that fit; at least two, one of each kind."""
     two, three = (summarize(described(published(name, count)), "bfloat16").weight_bytes for count in (2, 3))
@@ -98,19 +112,18 @@ def layers_that_fit(name: str, memory_bytes: float) -> int:
 
 def items(job: Job) -> Iterator[Item]:
     """Yield the measurements of models."""
-    for name in (REHEARSED_MODEL,) if job.on_cpu else job.models or MODELS:
-        if name not in MODELS:
-            raise ValueError(f"--models: {name!r} is not one of {', '.join(MODELS)}")
-        yield name, partial(measure, name, job.seconds_left, job.on_cpu)
+    for model in (REHEARSED_MODEL,) if job.on_cpu else MODELS:
+        yield model.name, partial(measure, model, job.seconds_left, job.on_cpu)
 
 
-def measure(name: str, seconds_left: SecondsLeft, on_cpu: bool = False) -> Iterator[Row]:
+def measure(wanted: Model, seconds_left: SecondsLeft, on_cpu: bool = False) -> Iterator[Row]:
     """Yield the rows of one of `MODELS`: limits, then rates.
 
     Raises:
         Exception: any error that prevents the engine from running.
     """
-    (model, quantization), limits = name_parts(name), measure_limits("cpu" if on_cpu else "cuda")
+    (model, quantization), name = wanted, wanted.name
+    limits = measure_limits("cpu" if on_cpu else "cuda")
     yield {"name": f"limits before {name}"} | limits.row
     memory = 0 if on_cpu else MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
     num_layers, most_layers = layers_that_fit(model, memory), PUBLISHED[model]["num_hidden_layers"]

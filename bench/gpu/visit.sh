@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the GPU benchmark from a checkout, without an installation or a network:
 #
-#     bash bench/gpu/visit.sh KIT OUT [first | second] [other options of moeserve.bench.gpu.run]
+#     bash bench/gpu/visit.sh KIT OUT [options of `moeserve bench gpu`]
 #
 # KIT is the folder that `make gpu-kit` fills. Python must have torch, triton and transformers. OUT receives gpu.jsonl, and
 # kernels.tar.xz if kernels were compiled here. A gpu.jsonl in KIT is continued.

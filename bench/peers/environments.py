@@ -24,6 +24,7 @@ from moeserve.errors import MoeserveError
 REQUIREMENTS = Path(__file__).parent / "requirements"
 ENVIRONMENTS = {  # modules that must be importable after the installation
     "llama.cpp": "llama_cpp",
+    "ik_llama.cpp": "ik_llama_cpp",
     "vllm": "vllm._custom_ops",
     "kt-kernel": "kt_kernel",
     "transformers": "transformers",
@@ -65,7 +66,7 @@ def python_of(name: str, folder: Path | None = None) -> Path:
         PeerError: it is not installed, or its requirements have changed since.
     """
     if not is_installed(name, folder):
-        raise PeerError(f"not installed; run: python -m moeserve.bench.peers.install {name}")
+        raise PeerError(f"not installed; run: moeserve bench peers {name}")
     return (folder or peers_folder()) / name / "bin" / "python"
 
 

@@ -25,16 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from moeserve.bench.peers.environments import (
-    PeerError,
-    is_installed,
-    peers_folder,
-    python_of,
-    recommended_libraries,
-)
+from moeserve.bench.peers import processes
+from moeserve.bench.peers.environments import PeerError, is_installed, peers_folder, python_of, recommended_libraries
 
 FOLDER = Path(__file__).parent
-SECONDS_TO_END = 10.0  # time between closing a peer's input and killing it
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,9 @@ PEERS = {
     "llama.cpp-bf16": Recipe("serve_llama_cpp", "llama.cpp", "bf16"),
     "llama.cpp-q8_0": Recipe("serve_llama_cpp", "llama.cpp", "q8_0"),
     "llama.cpp-q4_0": Recipe("serve_llama_cpp", "llama.cpp", "q4_0"),
+    "ik_llama.cpp-bf16": Recipe("serve_ik_llama_cpp", "ik_llama.cpp", "bf16"),
+    "ik_llama.cpp-q8_0": Recipe("serve_ik_llama_cpp", "ik_llama.cpp", "q8_0"),
+    "ik_llama.cpp-q4_0": Recipe("serve_ik_llama_cpp", "ik_llama.cpp", "q4_0"),
     "vllm": Recipe("serve_vllm", "vllm", preloads=True),
     "transformers": Recipe("serve_transformers", "transformers", preloads=True),
 }
@@ -78,7 +75,8 @@ def start_peer(
     """Load a checkpoint into a peer, and generate a first token.
 
     Args:
-        checkpoint: a folder in Hugging Face layout. For llama.cpp, a GGUF file is written next to it, once.
+        checkpoint: a folder in Hugging Face layout. llama.cpp writes a GGUF file next to it, once,
+            for itself and ik_llama.cpp.
         max_requests: maximum number of prompts in a request.
         max_request_tokens: maximum tokens of a prompt with its output.
         folder: folder of the environments; None: the default.
@@ -130,10 +128,8 @@ def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
     if kind != "bf16":
         inputs = [str(make_gguf(checkpoint, "bf16", folder)), str(target), kind]
     command = [str(python_of("llama.cpp", folder)), "-m", "adapters.write_gguf", *inputs]
-    result = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        output = (result.stdout + result.stderr)[-2000:]
-        raise PeerError(f"cannot write {checkpoint.name} as a {kind} GGUF file\n{target}: {output}")
+    log = (folder or peers_folder()) / "logs" / "write-gguf.log"
+    processes.run(command, log, os.environ, cwd=FOLDER)
     return target
 
 
@@ -152,20 +148,14 @@ class Peer:
         self.startup_seconds = 0.0  # from making the engine to its first token
         self._name = name
         self._log = folder / "logs" / f"{name}.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("w") as log:
-            # The process group is in our session: if we exit, the kernel continues the stopped group and sends it
-            # SIGHUP.
-            self._process = subprocess.Popen(
-                [str(python), "-m", f"adapters.{recipe.adapter}"],
-                cwd=FOLDER,
-                env=peer_variables(recipe.environment, python, preloaded),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                preexec_fn=os.setpgrp,
-            )
+        self._process = processes.start(
+            [str(python), "-m", f"adapters.{recipe.adapter}"],
+            self._log,
+            peer_variables(recipe.environment, python, preloaded),
+            cwd=FOLDER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def load(self, method: str, **options: Any) -> Peer:
         """Load a model, or the experts of a layer.
@@ -223,7 +213,7 @@ class Peer:
             PeerError: the answer is an error, or the peer has exited.
         """
         requests, answers = self._pipes()
-        self._signal(signal.SIGCONT)
+        processes.send_signal(self._process, signal.SIGCONT)
         try:
             requests.write(json.dumps({"do": method, **values}) + "\n")
             requests.flush()
@@ -232,9 +222,8 @@ class Peer:
             line = ""
         if not line:
             code = self._process.wait()
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
-            raise PeerError(f"{self._name} ended with {code}\n{self._log} ends with:\n{tail}")
-        self._signal(signal.SIGSTOP)
+            raise PeerError(f"{self._name} ended with {code}\n{processes.log_end(self._log)}")
+        processes.send_signal(self._process, signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(f"{self._name} cannot {method}: {answer['error']}\nMore in {self._log}")
@@ -243,19 +232,11 @@ class Peer:
     def close(self) -> None:
         """Terminate the peer. May be called twice."""
         if self._process.poll() is None:
-            self._signal(signal.SIGCONT)
+            processes.send_signal(self._process, signal.SIGCONT)
             for pipe in self._pipes():
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(SECONDS_TO_END)
-        with contextlib.suppress(ProcessLookupError):  # terminate the adapter and processes that it left behind
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has exited; the next read detects that
-            os.killpg(self._process.pid, number)
+        processes.end(self._process)
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
         assert self._process.stdin

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "block_tile.h"
 #include "isa.h"
 #include "packed_weight.h"
 #include "product_tile.h"
@@ -18,6 +19,7 @@ constexpr int64_t kPrefetchBytes = 2048;  // prefetch distance where panels are 
 // The rows and panels of one item.
 struct ProductWork {
   WeightFormat format;
+  PanelUnit unit;
   const char* input;
   int64_t input_bytes;  // distance between rows
   const char* panels[2];
@@ -39,56 +41,68 @@ inline bool is_quantized(WeightFormat format) {
   return format != WeightFormat::kFloat32 && format != WeightFormat::kBFloat16;
 }
 
-inline int64_t bytes_per_input(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::kFloat32:
-      return 4 * kPanel;
-    case WeightFormat::kBFloat16:
-      return 2 * kPanel;
-    case WeightFormat::kInt8:
-      return kPanel;
-    case WeightFormat::kInt4:
-      return kInt4GroupBytes / kInputGroup;
-    case WeightFormat::kMxfp4:
-      break;
-  }
-  return kMxfp4GroupBytes / kInputGroup;
-}
-
-// Return the layout of quantised rows.
-inline QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bool is_widened) {
-  return {padded_inputs(format, num_inputs), is_widened};
+// Return the layout of quantised rows, or of their chunk with `num_inputs`.
+inline QuantizedRowLayout row_layout(WeightFormat format, const PanelUnit& unit, int64_t num_inputs, bool is_widened) {
+  return {num_inputs, unit.inputs, has_blocks(format), is_widened};
 }
 
 // Return the number of rows of tile t, where tiles of similar size cover the remaining `num_left` rows.
 inline int rows_of_tile(int t, int num_tiles, int num_left) { return (num_left + num_tiles - t - 1) / (num_tiles - t); }
 
+// Return the number of vectors of outputs that a tile computes at once.
+template <typename Products>
+constexpr int vectors_at_once(int num_rows) {
+  constexpr int kAll = kPanel / Products::W;
+  return num_rows * kAll > kMaxSums<Products::W> ? kFewVectors<Products::W> : kAll;
+}
+
+// Multiply `num_rows` <= kRows rows with the 32 outputs of a panel.
+template <typename Products, int kRows = Products::kMaxRows>
+MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Block& block, Prefetch& prefetch,
+                                   float* sums) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return multiply_tile<Products, kRows - 1>(rows, num_rows, block, prefetch, sums);
+  }
+  constexpr int kAll = kPanel / Products::W;
+  constexpr int kVectors = vectors_at_once<Products>(kRows);
+  if constexpr (Products::kIsBlock) {
+    multiply_blocks<Products, kRows, 0, kVectors>(rows, block, prefetch, sums);
+    if constexpr (kVectors < kAll) multiply_blocks<Products, kRows, kVectors, kVectors>(rows, block, prefetch, sums);
+  } else {
+    multiply_vectors<Products, kRows, 0, kVectors>(rows, block, prefetch, sums);
+    if constexpr (kVectors < kAll) multiply_vectors<Products, kRows, kVectors, kVectors>(rows, block, prefetch, sums);
+  }
+}
+
 // Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, partly prefetched.
 template <typename Products>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   const WeightFormat format = work.format;
-  const int64_t input_bytes = bytes_per_input(format);
+  const PanelUnit unit = work.unit;
   const int num_tiles = (work.num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
-  const int64_t scales_at = row_layout(format, work.num_inputs, Products::kRowBytes == 8).scales_at();
+  const QuantizedRowLayout layout = row_layout(format, unit, work.num_inputs, Products::kRowBytes == 8);
   const bool is_at_once = num_tiles == 1 && vectors_at_once<Products>(work.num_rows) * Products::W == kPanel;
-  const int64_t ahead = is_at_once ? kPrefetchBytes : kBlockInputs * input_bytes;
+  const auto bytes_of = [&](int64_t num_inputs) { return num_inputs / unit.inputs * unit.bytes; };
+  const int64_t ahead = is_at_once ? kPrefetchBytes : bytes_of(kBlockInputs);
+  const int64_t num_bytes = bytes_of(work.num_inputs);
   for (int p = 0; p < 2; ++p) {
     const char* panel = work.panels[p];
     const char* next_panel = p == 0 ? work.panels[1] : work.panels[0] + work.next_item;
-    const int64_t num_bytes = work.num_inputs * input_bytes;
     for (int64_t first = 0; first < work.num_inputs; first += kBlockInputs) {
       const int64_t count = std::min<int64_t>(kBlockInputs, work.num_inputs - first);
-      const int64_t num_groups = is_quantized(format) ? count / kInputGroup : 1;
-      const int64_t begin = first * input_bytes;
+      const int64_t num_groups = is_quantized(format) ? count / unit.inputs : 1;
+      const int64_t begin = bytes_of(first);
       const Block block{panel + begin, num_groups, count / num_groups / Products::kStepInputs, first == 0};
       const char* next = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
-      Prefetch prefetch{next, next + count * input_bytes, is_at_once};
+      Prefetch prefetch{next, next + bytes_of(count), is_at_once};
       const char* input = work.input + first / Products::kStepInputs * Products::kRowBytes;
-      const char* scales = work.input + scales_at + first / kInputGroup * static_cast<int64_t>(sizeof(RowScale));
+      const char* scales = work.input + layout.scales_at() + first / unit.inputs * layout.scale_bytes();
+      const char* quarters = work.input + layout.quarters_at() + first / kInputGroup * 4 * sizeof(int16_t);
+      const char* group_sums = work.input + layout.sums_at() + first / kInputGroup * sizeof(int16_t);
       for (int t = 0, row = 0; t < num_tiles; ++t) {
         const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
         const int64_t offset = row * work.input_bytes;
-        const TileRows tile{input + offset, scales + offset, work.input_bytes};
+        const TileRows tile{input + offset, scales + offset, quarters + offset, group_sums + offset, work.input_bytes};
         multiply_tile<Products>(tile, rows, block, prefetch, sums + row * kTileOutputs + p * kPanel);
         row += rows;
       }
@@ -96,8 +110,9 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   }
 }
 
-// The same with the products of an instruction set that fit the format of the weight.
-template <int W, typename BFloat16Products, typename Int8Products, typename Int4Products, typename Mxfp4Products>
+// Compute the sums with the kind of product that fits the format of the weight. `Quantized` has an instruction set's
+// kinds of product with quantised weights.
+template <int W, typename BFloat16Products, typename Quantized>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   switch (work.format) {
     case WeightFormat::kFloat32:
@@ -105,11 +120,23 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
     case WeightFormat::kBFloat16:
       return accumulate<BFloat16Products>(work, sums);
     case WeightFormat::kInt8:
-      return accumulate<Int8Products>(work, sums);
+      return accumulate<typename Quantized::Int8>(work, sums);
     case WeightFormat::kInt4:
-      return accumulate<Int4Products>(work, sums);
+      return accumulate<typename Quantized::Int4>(work, sums);
     case WeightFormat::kMxfp4:
-      return accumulate<Mxfp4Products>(work, sums);
+      return accumulate<typename Quantized::Mxfp4>(work, sums);
+    case WeightFormat::kQ8_0:
+      return accumulate<typename Quantized::Q8>(work, sums);
+    case WeightFormat::kQ4_K:
+      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ4_K>>(work, sums);
+    case WeightFormat::kQ5_K:
+      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ5_K>>(work, sums);
+    case WeightFormat::kQ6_K:
+      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ6_K>>(work, sums);
+    case WeightFormat::kIQ4_XS:
+      return accumulate<typename Quantized::template Blocks<WeightFormat::kIQ4_XS>>(work, sums);
+    case WeightFormat::kQ5_0:
+      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ5_0>>(work, sums);
   }
 }
 

@@ -131,7 +131,7 @@ bool is_stored(const ChunksOfRequests& chunks, int64_t chunk) {
 void check_drafts(const WindowPooling& step) {
   for (int64_t s = 0; step.num_drafts != nullptr && s < step.chunks.num_chunks; ++s) {
     const int64_t num_rows = step.chunks.row_starts[s + 1] - step.chunks.row_starts[s];
-    if (step.num_drafts[s] < 0 || step.num_drafts[s] > std::max<int64_t>(0, num_rows - 1)) {
+    if (step.num_drafts[s] < 0 || step.num_drafts[s] > num_rows) {
       refuse("chunk " + std::to_string(s) + " has " + std::to_string(num_rows) + " rows, of which " +
              std::to_string(step.num_drafts[s]) + " are drafts");
     }

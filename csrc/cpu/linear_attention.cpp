@@ -93,18 +93,22 @@ MOESERVE_INLINE void prepare(const LinearAttention& step, int64_t head, int64_t 
 }
 
 // Update the states [K, count] of some values by some tokens, and write the tokens' outputs. `values` and `outputs`
-// point to the first token; their rows are `width` and `output_stride` apart.
+// point to the first token; their rows are `width` and `output_stride` apart. Meanwhile, prefetch memory from `next`
+// on, as much as these states have; null: none.
 template <int W, bool kIsDelta, bool kHasChannelDecays>
-MOESERVE_INLINE void update(float* states, int64_t state_stride, int64_t key_dim, const float* values, int64_t width,
-                            float* outputs, int64_t output_stride, int64_t num_tokens, int64_t count, float skip,
-                            const Prepared& prepared) {
+MOESERVE_INLINE void update(float* states, int64_t state_stride, const char* next, int64_t key_dim, const float* values,
+                            int64_t width, float* outputs, int64_t output_stride, int64_t num_tokens, int64_t count,
+                            float skip, const Prepared& prepared) {
   alignas(64) float local[kMaxLinearHead][2 * W];
   const int64_t num_keys = (key_dim + 3) / 4 * 4;
-  for (int64_t k = 0; k < num_keys; ++k) {
-    if (k >= key_dim || count < 2 * W) std::memset(local[k], 0, sizeof(local[k]));
-    if (k < key_dim) std::memcpy(local[k], states + k * state_stride, count * sizeof(float));
-  }
   const int64_t low = std::min<int64_t>(W, count), high = count - low;
+  for (int64_t k = 0; k < num_keys; ++k) {
+    const float* source = states + k * state_stride;
+    store<W>(local[k], load_lanes<W>(source, k < key_dim ? low : 0));
+    store<W>(local[k] + W, load_lanes<W>(source + W, k < key_dim ? high : 0));
+    if (next == nullptr) continue;
+    for (int line = 0; line < W / 8; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+  }
   for (int64_t t = 0; t < num_tokens; ++t) {
     const float *key = prepared.keys[t], *query = prepared.queries[t], *decays = prepared.decays[t];
     const float decay = decays[0], rate = prepared.rates[t];
@@ -144,7 +148,10 @@ MOESERVE_INLINE void update(float* states, int64_t state_stride, int64_t key_dim
       store_lanes<W>(outputs + t * output_stride + half * W, result, half == 0 ? low : high);
     }
   }
-  for (int64_t k = 0; k < key_dim; ++k) std::memcpy(states + k * state_stride, local[k], count * sizeof(float));
+  for (int64_t k = 0; k < key_dim; ++k) {
+    store_lanes<W>(states + k * state_stride, load<W>(local[k]), low);
+    store_lanes<W>(states + k * state_stride + W, load<W>(local[k] + W), high);
+  }
 }
 
 template <int W, typename Element>
@@ -166,6 +173,13 @@ MOESERVE_INLINE void run_head(const LinearAttention& step, int64_t chunk, int64_
   const int64_t key_size = step.num_key_heads * step.key_dim, output_stride = step.num_heads * size;
   const int64_t width = 2 * key_size + output_stride;
   const float skip = step.skip == nullptr ? 0.0f : step.skip[head];
+  // The state of the next item. The strips of a state are too far apart for the processor to prefetch them.
+  const int64_t next_chunk = chunk + (head + 1) / step.num_heads, next_head = (head + 1) % step.num_heads;
+  const char* next = nullptr;
+  if (next_chunk < chunks.num_chunks && chunks.load[next_chunk] >= 0) {
+    next = reinterpret_cast<const char*>(step.states +
+                                         (chunks.load[next_chunk] * step.num_heads + next_head) * state_size);
+  }
   for (int64_t first = begin; first < end;) {
     int64_t last = std::min(end, first + kTokens);
     if (first < saved) last = std::min(last, saved);
@@ -175,16 +189,18 @@ MOESERVE_INLINE void run_head(const LinearAttention& step, int64_t chunk, int64_
       float* outputs = step.outputs + first * output_stride + head * size + v;
       const int64_t num_tokens = last - first, count = std::min<int64_t>(2 * W, size - v);
       if (step.rates == nullptr) {
-        update<W, false, false>(state + v, size, step.key_dim, values, width, outputs, output_stride, num_tokens, count,
-                                skip, prepared);
+        update<W, false, false>(state + v, size, next, step.key_dim, values, width, outputs, output_stride, num_tokens,
+                                count, skip, prepared);
       } else if (step.has_channel_decays) {
-        update<W, true, true>(state + v, size, step.key_dim, values, width, outputs, output_stride, num_tokens, count,
-                              skip, prepared);
+        update<W, true, true>(state + v, size, next, step.key_dim, values, width, outputs, output_stride, num_tokens,
+                              count, skip, prepared);
       } else {
-        update<W, true, false>(state + v, size, step.key_dim, values, width, outputs, output_stride, num_tokens, count,
-                               skip, prepared);
+        update<W, true, false>(state + v, size, next, step.key_dim, values, width, outputs, output_stride, num_tokens,
+                               count, skip, prepared);
       }
+      if (next != nullptr) next += step.key_dim * count * sizeof(float);
     }
+    next = nullptr;
     if (last == saved) std::memcpy(state_at(chunks.save[chunk]), state, state_size * sizeof(float));
     first = last;
   }

@@ -1,4 +1,4 @@
-// Row operations of Zaya, divided by rows. Sums over a head have one order for each vector width.
+// Row operations of Zaya and Inkling 2, divided by rows. Sums over a head have one order for each vector width.
 
 #include "mixing.h"
 
@@ -15,6 +15,8 @@ namespace {
 
 constexpr float kSmallestLength = 1.1920929e-7f;
 constexpr int64_t kGeluPart = 256;  // elements of a row of `gelu`
+constexpr float kAddedLength = 1e-6f;
+constexpr float kSumEpsilon = 1e-6f;
 
 template <int W, typename Element>
 MOESERVE_INLINE Float<W> term(const Element* x, const float* scale, const float* bias, int64_t lanes) {
@@ -107,6 +109,86 @@ MOESERVE_INLINE void mix_tokens(const HeadMixing& step, int64_t first, int64_t l
 MOESERVE_DEFINE_TYPED_VARIANTS(mix_tokens, step.type, (const HeadMixing& step, int64_t first, int64_t last),
                                (step, first, last))
 
+template <int W, typename Element>
+MOESERVE_INLINE void limit_heads(const LengthLimit& step, int64_t first, int64_t last) {
+  const int64_t size = step.head_size;
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t t = row / step.num_heads, n = row % step.num_heads;
+    const Element* x = static_cast<const Element*>(step.x) + t * step.token_stride + n * size;
+    const float* scale = at(step.scale, n * size);
+    Element* out = static_cast<Element*>(step.out) + row * size;
+    Float<W> squares = {};
+    for (int64_t i = 0; i < size; i += W) {
+      const Float<W> value = term<W>(x + i, at(scale, i), nullptr, std::min<int64_t>(W, size - i));
+      squares += value * value;
+    }
+    const float factor = step.limit / (std::sqrt(sum_lanes<W>(squares)) + kAddedLength);
+    for (int64_t i = 0; i < size; i += W) {
+      const int64_t lanes = std::min<int64_t>(W, size - i);
+      const Float<W> value = term<W>(x + i, at(scale, i), nullptr, lanes);
+      store_lanes<W>(out + i, factor < 1.0f ? value * factor : value, lanes);
+    }
+  }
+}
+
+MOESERVE_DEFINE_TYPED_VARIANTS(limit_heads, step.type, (const LengthLimit& step, int64_t first, int64_t last),
+                               (step, first, last))
+
+// Turn the products of the sums with a query into their weights: the softmax, times each sum's factor.
+inline void weigh_sums(const float* factors, float scale, int64_t num_sums, float* weights) {
+  for (int64_t s = 0; s < num_sums; ++s) weights[s] *= factors[s] * scale;
+  const float largest = *std::max_element(weights, weights + num_sums);
+  float total = 0.0f;
+  for (int64_t s = 0; s < num_sums; ++s) total += weights[s] = std::exp(weights[s] - largest);
+  for (int64_t s = 0; s < num_sums; ++s) weights[s] *= factors[s] / total;
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void attend_tokens(const SumAttention& step, int64_t first, int64_t last) {
+  const int64_t width = step.width, num_queries = step.num_queries;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(width));
+  float factors[kMaxSums], weights[kMaxSumQueries][kMaxSums];
+  for (int64_t t = first; t < last; ++t) {
+    Element* sums = static_cast<Element*>(step.sums) + t * step.token_stride;
+    Element* latest = sums + (step.num_sums - 1) * width;
+    const Element* update = step.update == nullptr ? nullptr : static_cast<const Element*>(step.update) + t * width;
+    for (int64_t d = 0; update != nullptr && d < width; d += W) {
+      const int64_t lanes = std::min<int64_t>(W, width - d);
+      const Float<W> added = load_lanes<W>(update + d, lanes);
+      store_lanes<W>(latest + d, step.begins ? added : load_lanes<W>(latest + d, lanes) + added, lanes);
+    }
+    if (step.queries == nullptr) continue;
+    for (int64_t s = 0; s < step.num_sums; ++s) {
+      Float<W> squares = {}, products[kMaxSumQueries] = {};
+      for (int64_t d = 0; d < width; d += W) {
+        const int64_t lanes = std::min<int64_t>(W, width - d);
+        const Float<W> value = load_lanes<W>(sums + s * width + d, lanes);
+        squares += value * value;
+        for (int64_t q = 0; q < num_queries; ++q) {
+          products[q] += value * load_lanes<W>(step.queries + q * width + d, lanes);
+        }
+      }
+      factors[s] = 1.0f / std::sqrt(sum_lanes<W>(squares) / static_cast<float>(width) + kSumEpsilon);
+      for (int64_t q = 0; q < num_queries; ++q) weights[q][s] = sum_lanes<W>(products[q]);
+    }
+    for (int64_t q = 0; q < num_queries; ++q) {
+      weigh_sums(factors, scale, step.num_sums, weights[q]);
+      Element* out = static_cast<Element*>(step.out) + (t * num_queries + q) * width;
+      for (int64_t d = 0; d < width; d += W) {
+        const int64_t lanes = std::min<int64_t>(W, width - d);
+        Float<W> total = {};
+        for (int64_t s = 0; s < step.num_sums; ++s) {
+          total += load_lanes<W>(sums + s * width + d, lanes) * weights[q][s];
+        }
+        store_lanes<W>(out + d, total, lanes);
+      }
+    }
+  }
+}
+
+MOESERVE_DEFINE_TYPED_VARIANTS(attend_tokens, step.type, (const SumAttention& step, int64_t first, int64_t last),
+                               (step, first, last))
+
 }  // namespace
 
 void add_weighted(const RowSum& sum) {
@@ -121,6 +203,18 @@ void gelu(const Gelu& step) {
   for_rows(num_parts, 32 * kGeluPart, [&](int64_t first, int64_t last) {
     run(step, first * kGeluPart, std::min(last * kGeluPart, step.num_elements));
   });
+}
+
+void limit_lengths(const LengthLimit& step) {
+  const auto run = choose_limit_heads_of_type(current_isa());
+  for_rows(step.num_tokens * step.num_heads, 2 * element_bytes(step.type) * step.head_size,
+           [&](int64_t first, int64_t last) { run(step, first, last); });
+}
+
+void attend_sums(const SumAttention& step) {
+  const auto run = choose_attend_tokens_of_type(current_isa());
+  for_rows(step.num_tokens, element_bytes(step.type) * (step.num_sums + step.num_queries) * step.width,
+           [&](int64_t first, int64_t last) { run(step, first, last); });
 }
 
 void mix_heads(const HeadMixing& step) {

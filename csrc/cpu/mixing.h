@@ -56,6 +56,41 @@ struct HeadMixing {
 
 void mix_heads(const HeadMixing& mixing);
 
-// The bytes of a row depend only on the row, with all three.
+// Heads of T tokens that are scaled down to a length: out = y * min(1, limit / (|y| + 1e-6)), y = x * scale.
+struct LengthLimit {
+  ElementType type;  // of x and out
+  const void* x;     // [T, N, H], heads contiguous
+  int64_t token_stride;
+  const float* scale;  // [N, H], or null
+  void* out;           // [T, N, H]
+  float limit;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t head_size;
+};
+
+void limit_lengths(const LengthLimit& step);
+
+constexpr int64_t kMaxSums = 128;
+constexpr int64_t kMaxSumQueries = 3;
+
+// Attention of Q queries to the sums that a token has, each divided by its root mean square (Inkling 2).
+struct SumAttention {
+  ElementType type;      // of sums, update and out
+  void* sums;            // [T, *, D]: the first S are read
+  int64_t token_stride;  // of the sums
+  const void* update;    // [T, D] or null: added to the last sum, or becomes it
+  const float* queries;  // [Q, D] or null: there is no result
+  void* out;             // [T, Q, D]
+  int64_t num_tokens;
+  int64_t num_sums;  // S
+  int64_t num_queries;
+  int64_t width;
+  bool begins;  // the update becomes the last sum
+};
+
+void attend_sums(const SumAttention& step);
+
+// The bytes of a row depend only on the row, with all of them.
 
 }  // namespace moeserve

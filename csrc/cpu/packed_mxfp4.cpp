@@ -35,7 +35,7 @@ void pack_mxfp4(const uint8_t* codes, const uint8_t* scales, int64_t num_outputs
   parallel_for(count_panels(num_outputs), [&](int64_t p) {
     const int64_t first = p * kPanel;
     const int count = static_cast<int>(std::min<int64_t>(kPanel, num_outputs - first));
-    char* panel = panels + p * panel_bytes(WeightFormat::kMxfp4, num_inputs);
+    char* panel = panels + p * num_groups * kMxfp4GroupBytes;
     for (int64_t group = 0; group < num_groups; ++group, panel += kMxfp4GroupBytes) {
       pack_group(codes + (first * num_groups + group) * kGroupCodeBytes, num_groups * kGroupCodeBytes, count,
                  reinterpret_cast<uint8_t*>(panel));

@@ -64,6 +64,10 @@ MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, F
     constexpr float kTwoRootsOf2ByPi = 1.5957691216f;
     return gate * sigmoid<W>(kTwoRootsOf2ByPi * (gate + 0.044715f * gate * gate * gate)) * up;
   }
+  if (product.activation == Activation::kCappedSwiGLU) {
+    const Float<W> capped = product.alpha * tanh_of<W>(gate * (1.0f / product.alpha));
+    return capped * sigmoid<W>(gate) * (product.limit * tanh_of<W>(up * (1.0f / product.limit)));
+  }
   const Float<W> limit = broadcast<W>(product.limit);
   up = up > limit ? limit : up;
   up = up < -limit ? -limit : up;
@@ -159,7 +163,7 @@ MOESERVE_INLINE Epilogue sum_chunks(const PackedProduct& product, const ProductW
                                     Accumulate accumulate_rows) {
   const InputChunks chunks = product.chunks();
   Epilogue epilogue;
-  const int64_t chunk_bytes = panel_bytes(product.format, chunks.chunk_inputs);
+  const int64_t chunk_bytes = panel_bytes(product.format, chunks, 0);
   int num_waiting = 0;
   for (int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
     const bool is_last = chunk + 1 == chunks.count();
@@ -167,7 +171,7 @@ MOESERVE_INLINE Epilogue sum_chunks(const PackedProduct& product, const ProductW
     part.input += chunk * row_chunk_bytes;
     for (const char*& panel : part.panels) panel += chunk * chunk_bytes;
     part.next_item = is_last ? work.next_item - chunk * chunk_bytes : chunk_bytes;
-    part.num_inputs = padded_inputs(product.format, chunks.size(chunk));
+    part.num_inputs = padded_inputs(product.format, chunks, chunk);
     room.sums = room.waiting_sums[num_waiting];
     accumulate_rows(part, room.sums);
     epilogue = make_epilogue<Element>(product, item, part, chunk == 0 ? bias : nullptr);
@@ -188,21 +192,23 @@ MOESERVE_INLINE Epilogue sum_chunks(const PackedProduct& product, const ProductW
 template <int W, typename Element, typename Output>
 MOESERVE_INLINE void run_item(const PackedProduct& product, const PreparedRows& prepared, const RowGroup& group,
                               const Item& item, Accumulate accumulate_rows) {
-  const int64_t panel_size = panel_bytes(product.format, product.chunks());
+  const InputChunks chunks = product.chunks();
+  const int64_t panel_size = panel_bytes(product.format, chunks);
   const int64_t num_panels = count_panels(is_gated(product) ? product.num_outputs / 2 : product.num_outputs);
   const int64_t first = is_gated(product) ? item.column : item.column * 2;
   const int64_t second = is_gated(product) ? num_panels + item.column : std::min(first + 1, num_panels - 1);
   const ProductWork work{product.format,
+                         panel_unit(product.format, chunks.chunk_inputs),
                          group.input + item.first_row * prepared.row_bytes,
                          prepared.row_bytes,
                          {group.panels + first * panel_size, group.panels + second * panel_size},
                          is_gated(product) ? panel_size : 2 * panel_size,
                          item.num_rows,
-                         padded_inputs(product.format, product.num_inputs)};
+                         padded_inputs(product.format, chunks)};
   Scratch& room = scratch();
   auto* output = reinterpret_cast<Output*>(group.output) + item.first_row * product.output_stride + first * kPanel;
   Epilogue epilogue;
-  if (product.chunks().count() > 1) {
+  if (chunks.count() > 1) {
     epilogue = sum_chunks<W, Element>(product, work, item, group.bias, room, prepared.chunk_bytes, accumulate_rows);
   } else {
     room.sums = room.waiting_sums[0];
@@ -247,6 +253,12 @@ void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std
   }
 }
 
+// Return memory in `room` at the beginning of a cache line.
+char* aligned_room(std::vector<char>& room, int64_t num_bytes) {
+  room.resize(num_bytes + 64);
+  return room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64;
+}
+
 // Convert the rows to the form that the kernels read: quantised, or with the inputs of each chunk padded with zeros as
 // in the weights. Rows that already have this form are used in place.
 PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& groups, Isa isa,
@@ -257,19 +269,18 @@ PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& 
   if (!quantizes && padded_inputs(product.format, chunks) == product.num_inputs) {
     return {product.input_stride * element, chunks.chunk_inputs * element, groups};
   }
-  const auto layout_of = [&](int64_t num_inputs) {
-    return row_layout(product.format, num_inputs, widens_rows(product.format, isa));
+  const PanelUnit unit = panel_unit(product.format, chunks.chunk_inputs);
+  const auto layout_of = [&](int64_t chunk) {
+    return row_layout(product.format, unit, padded_inputs(product.format, chunks, chunk),
+                      widens_rows(product.format, isa));
   };
-  const auto bytes_of = [&](int64_t num_inputs) {
-    return quantizes ? layout_of(num_inputs).row_bytes() : padded_inputs(product.format, num_inputs) * element;
+  const auto bytes_of = [&](int64_t chunk) {
+    return quantizes ? layout_of(chunk).row_bytes() : padded_inputs(product.format, chunks, chunk) * element;
   };
-  const int64_t chunk_bytes = bytes_of(chunks.chunk_inputs);
+  const int64_t chunk_bytes = bytes_of(0);
   const int64_t last = chunks.count() - 1;
-  PreparedRows prepared{last * chunk_bytes + bytes_of(chunks.size(last)), chunk_bytes, groups};
-  int64_t num_rows = 0;
-  for (const RowGroup& group : groups) num_rows += group.num_rows;
-  room.resize(num_rows * prepared.row_bytes + 64);
-  char* target = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64;
+  PreparedRows prepared{last * chunk_bytes + bytes_of(last), chunk_bytes, groups};
+  char* target = aligned_room(room, count_rows(groups) * prepared.row_bytes);
   for (RowGroup& group : prepared.groups) {
     const char* source = std::exchange(group.input, target);
     for (int64_t c = 0; c < chunks.count(); ++c) {
@@ -277,13 +288,13 @@ PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& 
       char* to = target + c * chunk_bytes;
       const int64_t size = chunks.size(c);
       if (quantizes) {
-        quantize_rows(product.type, from, product.input_stride, group.num_rows, size, layout_of(size), to,
+        quantize_rows(product.type, from, product.input_stride, group.num_rows, size, layout_of(c), to,
                       prepared.row_bytes);
         continue;
       }
       for (int64_t r = 0; r < group.num_rows; ++r, from += product.input_stride * element, to += prepared.row_bytes) {
         std::memcpy(to, from, size * element);
-        std::memset(to + size * element, 0, bytes_of(size) - size * element);
+        std::memset(to + size * element, 0, bytes_of(c) - size * element);
       }
     }
     target += group.num_rows * prepared.row_bytes;
@@ -291,13 +302,41 @@ PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& 
   return prepared;
 }
 
+// Copy prepared rows of the source to those of the groups.
+PreparedRows gather(const PreparedRows& source, const GatheredRows& gathered, int64_t row_bytes,
+                    const std::vector<RowGroup>& groups, std::vector<char>& room) {
+  PreparedRows prepared{row_bytes, source.chunk_bytes, groups};
+  const int64_t num_rows = count_rows(groups);
+  char* target = aligned_room(room, num_rows * row_bytes);
+  for_rows(num_rows, row_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const char* row = source.groups[0].input + gathered.indices[r] / gathered.divisor * source.row_bytes;
+      std::memcpy(target + r * row_bytes, row, row_bytes);
+    }
+  });
+  for (RowGroup& group : prepared.groups) {
+    group.input = target;
+    target += group.num_rows * row_bytes;
+  }
+  return prepared;
+}
+
 }  // namespace
 
-void packed_product(const PackedProduct& product, const std::vector<RowGroup>& groups) {
+void packed_product(const PackedProduct& product, const std::vector<RowGroup>& groups, const GatheredRows* gathered) {
   const Isa isa = current_isa();
-  thread_local std::vector<char> rows_of_this_thread;
+  thread_local std::vector<char> rows_of_this_thread, source_of_this_thread;
   thread_local std::vector<Item> items_of_this_thread;
-  const PreparedRows prepared = prepare(product, groups, isa, rows_of_this_thread);
+  PreparedRows prepared;
+  if (gathered == nullptr) {
+    prepared = prepare(product, groups, isa, rows_of_this_thread);
+  } else {
+    const RowGroup all{nullptr, nullptr, gathered->source, nullptr, gathered->num_rows};
+    const PreparedRows source = prepare(product, {all}, isa, source_of_this_thread);
+    const bool is_in_place = source.groups[0].input == gathered->source;
+    const int64_t row_bytes = is_in_place ? product.num_inputs * element_bytes(product.type) : source.row_bytes;
+    prepared = gather(source, *gathered, row_bytes, groups, rows_of_this_thread);
+  }
   std::vector<Item>& items = items_of_this_thread;  // a reference, which other threads can use
   plan(product, groups, items);
   int64_t num_rows = 0;

@@ -18,6 +18,7 @@ enum class Activation {
   kCutSwiGLU,      // silu(g) * u, with g <= limit and |u| <= limit
   kSquaredReLU,    // max(u, 0) squared, without gates
   kGeGLU,          // gelu(gate) * up, with the approximation of gelu by tanh
+  kCappedSwiGLU,   // cap(g, alpha) * sigmoid(g) * cap(u, limit), where cap(x, c) = c * tanh(x / c)
 };
 
 // Return true if half of the outputs are gates of the others.
@@ -35,6 +36,12 @@ struct RowGroup {
   char* output;
   int64_t num_rows;
 };
+
+inline int64_t count_rows(const std::vector<RowGroup>& groups) {
+  int64_t num_rows = 0;
+  for (const RowGroup& group : groups) num_rows += group.num_rows;
+  return num_rows;
+}
 
 // output[r] = activation(input[r] @ weight.T + bias) for the rows of each group.
 //
@@ -64,6 +71,17 @@ struct PackedProduct {
   InputChunks chunks() const { return {num_inputs, chunk_inputs}; }
 };
 
-void packed_product(const PackedProduct& product, const std::vector<RowGroup>& groups);
+// Rows that are gathered: row r of all groups together is row indices[r] / divisor of the source. A source row is
+// prepared once, however often it is gathered.
+struct GatheredRows {
+  const char* source;  // [num_rows, K]
+  int64_t num_rows;
+  const int64_t* indices;
+  int64_t divisor;
+};
+
+// The inputs of the groups are `gathered`, unless that is null.
+void packed_product(const PackedProduct& product, const std::vector<RowGroup>& groups,
+                    const GatheredRows* gathered = nullptr);
 
 }  // namespace moeserve

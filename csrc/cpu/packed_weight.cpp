@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -299,7 +300,7 @@ void pack_same(const Element* source, int num_rows, int64_t num_inputs, int64_t 
 template <typename Element>
 void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
   const int64_t num_inputs = rows.num_inputs;
-  const int64_t padded = padded_inputs(format, num_inputs);
+  const int64_t padded = padded_inputs(format, {num_inputs, num_inputs}, 0);
   if (format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16) {
     return pack_same(rows.weights, rows.count, num_inputs, padded, panel);
   }
@@ -337,7 +338,7 @@ void pack_chunks(WeightFormat format, const Rows<Element>& rows, const InputChun
     }
     const uint16_t* scales = rows.int4_scales == nullptr ? nullptr : rows.int4_scales + first / kInputGroup;
     pack_panel(format, Rows<Element>{copy.data(), rows.count, size, scales, rows.scale_stride}, panel);
-    panel += panel_bytes(format, size);
+    panel += panel_bytes(format, chunks, chunk);
   }
 }
 
@@ -345,51 +346,51 @@ void pack_chunks(WeightFormat format, const Rows<Element>& rows, const InputChun
 
 int64_t count_panels(int64_t num_outputs) { return (num_outputs + kPanel - 1) / kPanel; }
 
-int64_t padded_inputs(WeightFormat format, int64_t num_inputs) {
+PanelUnit panel_unit(WeightFormat format, int64_t chunk_inputs) {
   switch (format) {
     case WeightFormat::kFloat32:
-      return num_inputs;
+      return {1, 4 * kPanel};
     case WeightFormat::kBFloat16:
-      return round_up(num_inputs, 2);
+      return {2, 4 * kPanel};
     case WeightFormat::kInt8:
+      return {kInputGroup, kInputGroup * kPanel};
     case WeightFormat::kInt4:
+      return {kInputGroup, kInt4GroupBytes};
     case WeightFormat::kMxfp4:
+      return {kInputGroup, kMxfp4GroupBytes};
+    case WeightFormat::kQ8_0:
+      return {kInputGroup, kQ8GroupBytes};
+    default:
       break;
   }
-  return round_up(num_inputs, kInputGroup);
+  const int64_t inputs = std::gcd(stored_inputs(format), chunk_inputs);
+  return {inputs, block_layout(format).block_bytes(static_cast<int>(inputs / kInputGroup))};
 }
 
-int64_t panel_bytes(WeightFormat format, int64_t num_inputs) {
-  const int64_t padded = padded_inputs(format, num_inputs);
-  switch (format) {
-    case WeightFormat::kFloat32:
-      return padded * kPanel * 4;
-    case WeightFormat::kBFloat16:
-      return padded * kPanel * 2;
-    case WeightFormat::kInt8:
-      return padded * kPanel + kPanel * 4;
-    case WeightFormat::kInt4:
-      return padded / kInputGroup * kInt4GroupBytes;
-    case WeightFormat::kMxfp4:
-      break;
-  }
-  return padded / kInputGroup * kMxfp4GroupBytes;
+int64_t padded_inputs(WeightFormat format, const InputChunks& chunks, int64_t chunk) {
+  return round_up(chunks.size(chunk), panel_unit(format, chunks.chunk_inputs).inputs);
 }
 
-int64_t panel_bytes(WeightFormat format, const InputChunks& chunks) {
-  const int64_t last = chunks.count() - 1;
-  return last * panel_bytes(format, chunks.chunk_inputs) + panel_bytes(format, chunks.size(last));
+int64_t panel_bytes(WeightFormat format, const InputChunks& chunks, int64_t chunk) {
+  const PanelUnit unit = panel_unit(format, chunks.chunk_inputs);
+  const int64_t scale_bytes = format == WeightFormat::kInt8 ? kPanel * 4 : 0;
+  return padded_inputs(format, chunks, chunk) / unit.inputs * unit.bytes + scale_bytes;
 }
 
 int64_t padded_inputs(WeightFormat format, const InputChunks& chunks) {
   const int64_t last = chunks.count() - 1;
-  return last * padded_inputs(format, chunks.chunk_inputs) + padded_inputs(format, chunks.size(last));
+  return last * padded_inputs(format, chunks, 0) + padded_inputs(format, chunks, last);
+}
+
+int64_t panel_bytes(WeightFormat format, const InputChunks& chunks) {
+  const int64_t last = chunks.count() - 1;
+  return last * panel_bytes(format, chunks, 0) + panel_bytes(format, chunks, last);
 }
 
 void pack_weight(WeightFormat format, ElementType source_type, const void* source, const uint16_t* int4_scales,
                  int64_t num_outputs, InputChunks chunks, void* panels) {
   const bool is_plain = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
-  if (is_plain && padded_inputs(format, chunks.chunk_inputs) == chunks.chunk_inputs) {
+  if (is_plain && padded_inputs(format, chunks, 0) == chunks.size(0)) {
     chunks.chunk_inputs = chunks.num_inputs;  // a single chunk has the same layout
   }
   const int64_t bytes = panel_bytes(format, chunks);

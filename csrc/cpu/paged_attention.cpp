@@ -467,7 +467,8 @@ void run_item(Job& job, size_t index) {
   }
   for_queries([&](int query, int64_t index) {
     const States state{merged.largest + query, merged.weight_sums + query, merged.values + query * stride};
-    const float* sink = step.sinks == nullptr ? nullptr : step.sinks + index % step.num_heads;
+    const float* sink =
+        step.sinks == nullptr ? nullptr : step.sinks + (step.has_token_sinks ? index : index % step.num_heads);
     auto* out = static_cast<char*>(step.out) + index * step.value_size * element_bytes(step.type);
     kernels.finish(state, sink, value_size, out);
   });

@@ -18,7 +18,7 @@ struct PagedAttention {
   const void* value_cache;     // [num_blocks, G, block_size, V], or key_cache: a value is the first V elements of a key
   const BFloat16* key_scales;  // [num_blocks, G, block_size], or null: the caches have 8-bit floats (float8_rows.h)
   const BFloat16* value_scales;
-  const float* sinks;           // [N] or null: an additional score of each query head, without a value
+  const float* sinks;           // [N], [T, N] or null: an additional score of each query head, without a value
   const void* biases;           // [T, N, num_distances] or null: added to scores, by the distance of the position
   const int32_t* block_table;   // [S, max_blocks]
   const int32_t* row_starts;    // [S + 1]
@@ -41,6 +41,7 @@ struct PagedAttention {
   // divided into chunks of -window, and a row attends only to its own chunk.
   int64_t window;
   int64_t num_distances;  // of biases; positions further away have none
+  bool has_token_sinks;   // `sinks` is [T, N]
 };
 
 // Fill `out`. Row i of a chunk with R rows and context length C is at position C - R + i, and attends to the positions

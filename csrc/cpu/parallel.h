@@ -15,13 +15,10 @@ int num_threads();
 // Call work(item) once for every item in [0, num_items), and return when all calls have returned. The assignment of
 // items to threads is not deterministic. `work` must not throw.
 //
-// All items run on the calling thread if there is one thread or one item, while another call is in progress (from an
-// item or from another thread), in the child of a fork, or if torch has not loaded an OpenMP runtime. Otherwise the
-// threads of torch's OpenMP runtime are used. They spin while they wait, so any other threads would compete with them
-// for the cores. Their number is expected to be `num_threads`.
+// All items run on the calling thread if there is one thread or one item, or while another call is in progress (from an
+// item or from another thread). Otherwise a team of `num_threads` threads takes them, as far as its threads have cores:
+// the caller waits for no thread that has not begun an item. Between calls the threads stay awake for a moment, then
+// sleep.
 void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work);
-
-// Return true if the OpenMP threads are used.
-bool uses_openmp();
 
 }  // namespace moeserve

@@ -27,7 +27,7 @@ constexpr int kFewVectors = std::max(2, kPanel / W / 2);
 // A range of inputs of a panel.
 struct Block {
   const char* words;
-  int64_t num_groups;  // groups of inputs, whose sums are scaled together
+  int64_t num_groups;  // groups (or blocks) of inputs, whose sums are scaled together
   int64_t group_steps;
   bool is_first;  // overwrite the sums instead of adding to them
 };
@@ -40,11 +40,13 @@ struct Prefetch {
   bool is_fast;
 };
 
-// Some rows, starting at the first input of a block.
+// Some rows, starting at the first input of a block. The parts of quantised rows: see QuantizedRowLayout.
 struct TileRows {
   const char* words;
-  const char* scales;  // RowScale of quantised rows
-  int64_t stride;      // distance between rows in bytes, for both
+  const char* scales;
+  const char* quarters;
+  const char* sums;
+  int64_t stride;  // distance between rows in bytes, for all
 
   const RowScale& scale(int row, int64_t group) const {
     return reinterpret_cast<const RowScale*>(scales + row * stride)[group];
@@ -70,6 +72,7 @@ struct TileRows {
 template <int kWidth>
 struct FloatSums {
   static constexpr int W = kWidth;
+  static constexpr bool kIsBlock = false;
   static constexpr int kMaxRows = kMaxSums<W> / kFewVectors<W>;
   static constexpr int kStepBytes = 4 * kPanel;
   static constexpr int kRowBytes = 4;
@@ -140,6 +143,7 @@ struct WidenedProducts : FloatSums<W> {
 template <int kWidth>
 struct IntegerSums {
   static constexpr int W = kWidth;
+  static constexpr bool kIsBlock = false;
   static constexpr int kStepInputs = 4;
   static constexpr int kRowBytes = 4;
   static constexpr int kParts = 1;
@@ -181,6 +185,17 @@ struct Int8Weights : IntegerSums<W> {
   }
   static MOESERVE_INLINE Scales scales(const char*, int) {
     return {Float<W>{} + 1.0f, Float<W>{} + static_cast<float>(kByteOffset)};
+  }
+};
+
+// Weights of Q8_0.
+template <int W>
+struct Q8Weights : Int8Weights<W> {
+  static constexpr int64_t kGroupBytes = kQ8GroupBytes;
+  using typename IntegerSums<W>::Scales;
+
+  static MOESERVE_INLINE Scales scales(const char* group, int v) {
+    return {load_float16<W>(group + kQ8ScalesAt + v * W * 2), Float<W>{} + static_cast<float>(kByteOffset)};
   }
 };
 
@@ -305,26 +320,6 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
     group_words += Products::kGroupBytes;
   }
   prefetch.next = next;
-}
-
-// Return the number of vectors of outputs that a tile computes at once.
-template <typename Products>
-constexpr int vectors_at_once(int num_rows) {
-  constexpr int kAll = kPanel / Products::W;
-  return num_rows * kAll > kMaxSums<Products::W> ? kFewVectors<Products::W> : kAll;
-}
-
-// Multiply `num_rows` <= kRows rows with the 32 outputs of a panel.
-template <typename Products, int kRows = Products::kMaxRows>
-MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Block& block, Prefetch& prefetch,
-                                   float* sums) {
-  if constexpr (kRows > 1) {
-    if (num_rows < kRows) return multiply_tile<Products, kRows - 1>(rows, num_rows, block, prefetch, sums);
-  }
-  constexpr int kAll = kPanel / Products::W;
-  constexpr int kVectors = vectors_at_once<Products>(kRows);
-  multiply_vectors<Products, kRows, 0, kVectors>(rows, block, prefetch, sums);
-  if constexpr (kVectors < kAll) multiply_vectors<Products, kRows, kVectors, kVectors>(rows, block, prefetch, sums);
 }
 
 }  // namespace moeserve

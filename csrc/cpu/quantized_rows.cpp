@@ -14,23 +14,23 @@ namespace {
 
 constexpr int kHighest = 127;
 
-// Quantise the values of one group, padded with zeros, and return their scale.
+// Quantise the values of one block, padded with zeros, and return their scale.
 template <int W>
-MOESERVE_INLINE float quantize_group(const float* values, int8_t* quantized) {
+MOESERVE_INLINE float quantize_block(const float* values, int64_t num_inputs, int8_t* quantized) {
   using Int = typename Vector<W>::Int;
   typedef int8_t Bytes __attribute__((vector_size(W)));
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   constexpr int32_t kRoundBits = 0x4B400000;
   Float<W> largest = {};
   Float<W> zeros = {};  // becomes NaN after a NaN
-  for (int i = 0; i < kInputGroup; i += W) {
+  for (int64_t i = 0; i < num_inputs; i += W) {
     const Float<W> lanes = load<W>(values + i);
     largest = larger<W>(lanes < 0.0f ? -lanes : lanes, largest);
     zeros += lanes * 0.0f;
   }
   const float highest = largest_lane<W>(largest);
   const float inverse = highest > 0 ? kHighest / highest : 0.0f;
-  for (int i = 0; i < kInputGroup; i += W) {
+  for (int64_t i = 0; i < num_inputs; i += W) {
     const Float<W> rounded = load<W>(values + i) * inverse + kRound;
     const Bytes bytes = __builtin_convertvector(reinterpret_cast<Int>(rounded) - kRoundBits, Bytes);
     std::memcpy(quantized + i, &bytes, sizeof(bytes));
@@ -38,33 +38,52 @@ MOESERVE_INLINE float quantize_group(const float* values, int8_t* quantized) {
   return highest * (1.0f / kHighest) + sum_lanes<W>(zeros);
 }
 
+// Write the values of a group in the order of the layout.
+MOESERVE_INLINE void write_values(const int8_t* quantized, bool is_widened, char* target) {
+  if (!is_widened) {
+    std::memcpy(target, quantized, kInputGroup);
+    return;
+  }
+  for (int step = 0; step < kInputGroup / 4; ++step) {
+    const int8_t* four = quantized + 4 * step;
+    const int16_t halves[4] = {four[0], four[2], four[1], four[3]};
+    std::memcpy(target + 8 * step, halves, sizeof(halves));
+  }
+}
+
 template <int W, typename Element>
 MOESERVE_INLINE void quantize_row(const Element* source, int64_t num_inputs, const QuantizedRowLayout& layout,
                                   char* target) {
-  auto* scales = reinterpret_cast<RowScale*>(target + layout.scales_at());
-  for (int64_t first = 0; first < layout.num_inputs; first += kInputGroup) {
-    alignas(64) float values[kInputGroup] = {};
-    alignas(64) int8_t quantized[kInputGroup];
-    const int count = static_cast<int>(std::min<int64_t>(kInputGroup, num_inputs - first));
-    int i = 0;
+  char* scales = target + layout.scales_at();
+  auto* quarters = reinterpret_cast<int16_t*>(target + layout.quarters_at());
+  auto* sums = reinterpret_cast<int16_t*>(target + layout.sums_at());
+  for (int64_t first = 0; first < layout.num_inputs; first += layout.block_inputs) {
+    alignas(64) float values[kMaxBlockInputs];
+    alignas(64) int8_t quantized[kMaxBlockInputs];
+    const int64_t count = std::min(layout.block_inputs, num_inputs - first);
+    int64_t i = 0;
     for (; i + W <= count; i += W) store<W>(values + i, load_in_order<W>(source + first + i));
     for (; i < count; ++i) values[i] = widen(source[first + i]);
-    const float scale = quantize_group<W>(values, quantized);
-
-    char* words = target + first / 4 * layout.step_bytes();
-    if (layout.is_widened) {
-      for (int step = 0; step < kInputGroup / 4; ++step) {
-        const int8_t* four = quantized + 4 * step;
-        const int16_t halves[4] = {four[0], four[2], four[1], four[3]};
-        std::memcpy(words + 8 * step, halves, sizeof(halves));
+    for (; i < layout.block_inputs; ++i) values[i] = 0;
+    const float scale = quantize_block<W>(values, layout.block_inputs, quantized);
+    std::memcpy(scales, &scale, sizeof(scale));
+    for (int64_t k = 0; k < layout.block_inputs; k += kInputGroup) {
+      write_values(quantized + k, layout.is_widened, target + (first + k) / 4 * layout.step_bytes());
+      int16_t four[4] = {};
+      for (int n = 0; n < kInputGroup; ++n) four[n / 16 * 2 + n % 4 / 2] += quantized[k + n];
+      const int16_t sum = four[0] + four[1] + four[2] + four[3];
+      if (layout.has_blocks) {
+        std::copy_n(four, 4, quarters);
+        quarters += 4;
+        *sums++ = sum;
+      } else {
+        const float of_group = sum;
+        std::memcpy(scales + sizeof(scale), &of_group, sizeof(of_group));
       }
-    } else {
-      std::memcpy(words, quantized, kInputGroup);
     }
-    int sum = 0;
-    for (const int8_t value : quantized) sum += value;
-    *scales++ = {scale, static_cast<float>(sum)};
+    scales += layout.scale_bytes();
   }
+  if (layout.has_blocks) *sums = 0;
 }
 
 template <int W, typename Element>

@@ -10,7 +10,7 @@ namespace moeserve {
 
 enum class Scoring { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSigmoidOfChosen, kSqrtSoftplus, kSparseMixer };
 
-// T tokens, D model width, E experts, K experts per token. RouterConfig in moeserve/ops/routing/interface.py documents
+// T tokens, D model width, E experts, K experts per token. RouterSpec in moeserve/ops/routing/interface.py documents
 // the rules.
 struct Routing {
   ElementType type;         // type of the hidden states: float32 or bfloat16

@@ -12,15 +12,17 @@ namespace moeserve {
 
 namespace {
 
-template <int W, typename Element>
+// With kTaps = 0 the number of taps is `step.num_taps`, and history and taps do not fit in the registers.
+template <int W, typename Element, int kTaps>
 MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk, int64_t first, int64_t count) {
-  const int num_before = step.num_taps - 1;
+  constexpr int kMost = kTaps > 0 ? kTaps : kMaxTaps;
+  const int num_taps = kTaps > 0 ? kTaps : step.num_taps, num_before = num_taps - 1;
   const ChunkStates& chunks = step.chunks;
   const auto history_at = [&](int64_t row, int tap) {
     return static_cast<Element*>(step.states) + (row * num_before + tap) * step.num_channels + first;
   };
-  Float<W> taps[kMaxTaps] = {}, history[kMaxTaps - 1] = {};
-  for (int tap = 0; tap < step.num_taps; ++tap) {
+  Float<W> taps[kMost], history[kMost] = {};
+  for (int tap = 0; tap < num_taps; ++tap) {
     taps[tap] = load_lanes<W>(step.taps + tap * step.num_channels + first, count);
   }
   const Float<W> bias = step.bias == nullptr ? Float<W>{} : load_lanes<W>(step.bias + first, count);
@@ -34,6 +36,16 @@ MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk,
       store_lanes<W>(history_at(row, tap), history[tap], count);
     }
   };
+  // Return the numbers that are added to the taps of token `t` for the token `lag` before it.
+  const auto token_taps = [&](int64_t t, int lag) -> Float<W> {
+    const int64_t num_groups = step.num_channels / step.group_size;
+    const auto* own = static_cast<const Element*>(step.token_taps) + t * num_groups * step.num_taps + lag;
+    const int64_t group = first / step.group_size;
+    if ((first + count - 1) / step.group_size == group) return broadcast<W>(widen(own[group * step.num_taps]));
+    alignas(64) float lanes[W] = {};
+    for (int64_t i = 0; i < count; ++i) lanes[i] = widen(own[(first + i) / step.group_size * step.num_taps]);
+    return load<W>(lanes);
+  };
   const int64_t begin = chunks.row_starts[chunk], end = chunks.row_starts[chunk + 1];
   const int64_t saved = begin + chunks.num_before_save[chunk];
   for (int64_t t = begin; t < end; ++t) {
@@ -45,8 +57,15 @@ MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk,
       x = load_in_order<W>(rounded);
     }
     Float<W> sum = bias;
-    for (int tap = 0; tap < num_before; ++tap) sum += history[tap] * taps[tap];
-    sum += x * taps[num_before];
+    if (step.token_taps == nullptr) {
+      for (int tap = 0; tap < num_before; ++tap) sum += history[tap] * taps[tap];
+      sum += x * taps[num_before];
+    } else {
+      for (int tap = 0; tap < num_before; ++tap) {
+        sum += history[tap] * (taps[tap] + token_taps(t, num_before - tap));
+      }
+      sum += x * (taps[num_before] + token_taps(t, 0));
+    }
     const int64_t place = t * step.num_channels + first;
     if (step.is_gated) {
       const Float<W> gated = sum * load_lanes<W>(row + step.num_channels, count);
@@ -66,7 +85,9 @@ MOESERVE_INLINE void convolve_lanes(const ShortConvolution& step, int64_t chunk,
 template <int W, typename Element>
 MOESERVE_INLINE void convolve_part(const ShortConvolution& step, int64_t chunk, int64_t first, int64_t last) {
   for (int64_t c = first; c < last; c += W) {
-    convolve_lanes<W, Element>(step, chunk, c, std::min<int64_t>(W, last - c));
+    const int64_t count = std::min<int64_t>(W, last - c);
+    step.num_taps == 4 ? convolve_lanes<W, Element, 4>(step, chunk, c, count)
+                       : convolve_lanes<W, Element, 0>(step, chunk, c, count);
   }
 }
 

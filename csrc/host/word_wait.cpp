@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -44,6 +45,7 @@ bool sleep_on_word(std::atomic<uint32_t>& word, uint32_t seen, double seconds) {
 }
 
 void wake_sleeper(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0); }
+void wake_sleepers(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 #elif defined(MOESERVE_HAS_OS_SYNC)
 
@@ -62,6 +64,11 @@ void wake_sleeper(std::atomic<uint32_t>& word) {
     os_sync_wake_by_address_any(&word, sizeof(uint32_t), OS_SYNC_WAKE_BY_ADDRESS_SHARED);
   }
 }
+void wake_sleepers(std::atomic<uint32_t>& word) {
+  if (__builtin_available(macOS 14.4, *)) {
+    os_sync_wake_by_address_all(&word, sizeof(uint32_t), OS_SYNC_WAKE_BY_ADDRESS_SHARED);
+  }
+}
 
 #else
 
@@ -69,6 +76,7 @@ bool sleep_on_word(std::atomic<uint32_t>& word, uint32_t seen, double seconds) {
   return nap_on_word(word, seen, seconds);
 }
 void wake_sleeper(std::atomic<uint32_t>&) {}
+void wake_sleepers(std::atomic<uint32_t>&) {}
 
 #endif
 

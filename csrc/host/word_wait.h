@@ -12,8 +12,10 @@ namespace moeserve {
 // which processes cannot sleep on a shared word. May return earlier. Returns false after a signal.
 bool sleep_on_word(std::atomic<uint32_t>& word, uint32_t seen, double seconds);
 
-// Wake the process that sleeps on a word, which has been changed before.
+// Wake the process or thread that sleeps on a word, which has been changed before.
 void wake_sleeper(std::atomic<uint32_t>& word);
+// Wake all that sleep on it.
+void wake_sleepers(std::atomic<uint32_t>& word);
 
 // Do the same in short naps, which end soon after the word has changed, on any POSIX system.
 bool nap_on_word(std::atomic<uint32_t>& word, uint32_t seen, double seconds);

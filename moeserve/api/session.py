@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
 from moeserve.api.prompts import EncodedPrompt, Params, Prompts
-from moeserve.engine.base import Engine
+from moeserve.engine.base import EngineClient
 from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
 from moeserve.interrupts import interrupts_allowed, interrupts_deferred
 from moeserve.outputs import RequestOutput
@@ -27,7 +27,7 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, frontend: Frontend, observer: LoadObserver, *, max_requests: Callable[[], int]
+        self, engine: EngineClient, frontend: Frontend, observer: LoadObserver, *, max_requests: Callable[[], int]
     ) -> None:
         """
         Args:

@@ -19,113 +19,102 @@ class SettingArguments(TypedDict, total=False):
 
     # Model
     tokenizer: PathLike[str] | str | None
-    """tokenizer folder, or OWNER/NAME in a hub; none: the checkpoint (a text or None; default: None)."""
+    """folder, or OWNER/NAME in a hub; none: the checkpoint's (a text or None; default: None)."""
     revision: PathLike[str] | str | None
-    """branch, tag or commit of a model in a hub; none: the main branch (a text or None; default: None)."""
+    """branch, tag or commit in a hub; none: the main branch (a text or None; default: None)."""
     tokenizer_revision: PathLike[str] | str | None
-    """branch, tag or commit of a tokenizer in a hub; none: the main branch, or revision without tokenizer (a text
-    or None; default: None)."""
+    """the same of a tokenizer; none: the main branch, or revision without tokenizer (a text or None; default:
+    None)."""
     download_dir: PathLike[str] | str | None
-    """folder where files from a hub are kept; none: HF_HUB_CACHE, or ~/.cache/huggingface/hub (a text or None;
-    default: None)."""
+    """folder of files from a hub; none: HF_HUB_CACHE, or ~/.cache/huggingface/hub (a text or None; default:
+    None)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float", "half"] | torch.dtype
-    """number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's;
-    float and half: as in torch (one of 'auto', 'float32', 'bfloat16', 'float16', 'float', 'half'; default:
-    'auto')."""
+    """number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's
+    (one of 'auto', 'float32', 'bfloat16', 'float16', 'float', 'half'; default: 'auto')."""
     quantization: (
         Literal["int8", "int4", "fp8", "mxfp4"]
         | Literal["awq", "gptq", "auto-round", "compressed-tensors", "fbgemm_fp8", "modelopt", "gguf"]
         | None
     )
-    """quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (a scale and a
-    zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights); int4 and fp8 are used unchanged
-    where the checkpoint has them; mxfp4: experts stay as a checkpoint in MXFP4 (gpt-oss, DeepSeek-V4) stores them,
-    as they do by default in bfloat16; other names: the format of the checkpoint, as without the setting (one of
-    'int8', 'int4', 'fp8', 'mxfp4' or one of 'awq', 'gptq', 'auto-round', 'compressed-tensors', 'fbgemm_fp8',
-    'modelopt', 'gguf' or None; default: None)."""
+    """quantise projections and experts while loading; on a CPU: int8 (a scale per output) or int4 (a scale and a
+    zero point per 32 weights); on a GPU: fp8 (a scale per 128 x 128 weights); codes of a checkpoint in int4 or fp8
+    are kept; mxfp4: experts as a checkpoint in MXFP4 stores them, which is the default in bfloat16; other names:
+    the format of the checkpoint, as without the setting (one of 'int8', 'int4', 'fp8', 'mxfp4' or one of 'awq',
+    'gptq', 'auto-round', 'compressed-tensors', 'fbgemm_fp8', 'modelopt', 'gguf' or None; default: None)."""
     device: Literal["auto", "cpu", "cuda"]
     """device of all tensors; auto: cpu (one of 'auto', 'cpu', 'cuda'; default: 'auto')."""
     attention_backend: Literal["auto", "triton", "flashinfer"]
-    """attention kernels on a GPU; triton: moeserve's own; flashinfer: that library for the steps that it supports,
-    triton for others; auto: the fastest when measured on this GPU, else triton (one of 'auto', 'triton',
-    'flashinfer'; default: 'auto')."""
+    """attention on a GPU; triton: moeserve's kernels; flashinfer: that library where it can; auto: the faster one
+    in measurements on this GPU, else triton (one of 'auto', 'triton', 'flashinfer'; default: 'auto')."""
     product_backend: Literal["auto", "triton", "deep_gemm"]
-    """products of 8-bit blocks on a GPU, with quantization=fp8; triton: moeserve's own; deep_gemm: DeepGEMM for the
-    shapes that it supports, triton for others; auto: the fastest when measured on this GPU, else triton (one of
-    'auto', 'triton', 'deep_gemm'; default: 'auto')."""
+    """products of 8-bit blocks on a GPU, with quantization=fp8; triton: moeserve's kernels; deep_gemm: DeepGEMM
+    where it can; auto: the faster one in measurements on this GPU, else triton (one of 'auto', 'triton',
+    'deep_gemm'; default: 'auto')."""
     batch_invariant: bool
-    """results depend on the request alone, to the bit, not on the batch or the layout; settings that exclude it are
-    errors; slower on a GPU, no difference on a CPU, which does so wherever it can (True or False; default:
-    False)."""
+    """results depend on the request alone, to the bit; settings that exclude it are errors; slower on a GPU; a CPU
+    does so wherever it can (True or False; default: False)."""
     hf_overrides: Mapping[str, Any] | None
-    """changes to config.json before it is read, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}};
-    objects are merged; none: no changes (a dict (in JSON, an object) or None; default: None)."""
+    """changes to config.json, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; objects are merged (a
+    dict (in JSON, an object) or None; default: None)."""
     load_format: Literal["auto", "dummy"]
     """dummy: random weights; only config.json is read (one of 'auto', 'dummy'; default: 'auto')."""
     ignore_unused_weights: bool
-    """load a checkpoint although it stores tensors that the model does not read and that could change its output;
-    otherwise they are an error (True or False; default: False)."""
+    """load a checkpoint with tensors that the model does not read and that could change its output; otherwise an
+    error (True or False; default: False)."""
     model_impl: Literal["auto", "moeserve", "transformers"]
-    """transformers: run the model through transformers' own code, with moeserve's attention and expert parallelism,
-    for architectures that moeserve does not implement; slower; auto: moeserve's own code (one of 'auto',
-    'moeserve', 'transformers'; default: 'auto')."""
+    """transformers: run a model without a family through transformers' code; slower; auto: moeserve's own code (one
+    of 'auto', 'moeserve', 'transformers'; default: 'auto')."""
     packed_cache: int | str
-    """size of the cache of packed weights on disk, which makes the next start fast, as bytes or like 16GiB; the
-    least recently used weights are evicted first; 0: no cache (an integer or a text; default: '16GiB')."""
+    """size of the cache of packed weights on disk, which makes the next start fast, like 16GiB; 0: no cache (an
+    integer or a text; default: '16GiB')."""
     seed: int | None
-    """seed of dummy weights, and of sampling for requests without a seed; none: a random one, which is logged (an
-    integer from 0 to 2**63 - 1 or None; default: 0)."""
+    """seed of dummy weights and of requests without a seed; none: a random one, which is logged (an integer from 0
+    to 2**63 - 1 or None; default: 0)."""
     max_model_len: int | str | None
-    """most tokens of one request, prompt and output, also as 32k (32000) or 32K (32768); none, -1, auto: as many as
-    the model and the KV cache allow (an integer or a text or None; default: None)."""
+    """most tokens of one request, prompt and output, also as 32k (32000) or 32K (32768); none, -1, auto: what the
+    model and the KV cache allow (an integer or a text or None; default: None)."""
     generation_config: Literal["auto", "vllm"]
-    """default sampling parameters; auto: those of the checkpoint's generation_config.json; vllm: those of
-    SamplingParams (one of 'auto', 'vllm'; default: 'auto')."""
+    """default sampling parameters; auto: those of generation_config.json; vllm: those of SamplingParams (one of
+    'auto', 'vllm'; default: 'auto')."""
     override_generation_config: Mapping[str, Any] | None
     """sampling parameters that replace these defaults, such as {"temperature": 0.5} (a dict (in JSON, an object) or
     None; default: None)."""
     # KV cache
     block_size: int | None
-    """tokens per block of the KV cache; none: 16, or 128 for DeepSeek-V4, which keeps more for each block (an
-    integer from 1 to 4096 or None; default: None)."""
+    """tokens per block; none: 16, or 128 for DeepSeek-V4 (an integer from 1 to 4096 or None; default: None)."""
     kv_cache_memory: int | str | None
-    """size of the KV cache on each rank, as bytes or like 512MiB; none: measured by a profiling run (an integer or
-    a text or None; default: None)."""
+    """size on each rank, like 512MiB; none: measured by a profiling run (an integer or a text or None; default:
+    None)."""
     gpu_memory_utilization: float | None
-    """share of its GPU's memory that each rank takes in all, from which a profiling run sizes the KV cache; none:
-    0.9; no effect on CPUs or with kv_cache_memory (a number above 0 to 1 or None; default: None)."""
+    """share of its GPU's memory that each rank takes in all; none: 0.9; no effect on CPUs or with kv_cache_memory
+    (a number above 0 to 1 or None; default: None)."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
-    """number format of the KV cache; fp8, fp8_e4m3: 8-bit floats (E4M3) with a scale for each token and head, in
-    about half the memory of bfloat16; auto: dtype (one of 'auto', 'fp8', 'fp8_e4m3'; default: 'auto')."""
+    """number format; fp8, fp8_e4m3: 8-bit floats with a scale for each token and head, in about half the memory of
+    bfloat16; auto: dtype (one of 'auto', 'fp8', 'fp8_e4m3'; default: 'auto')."""
     enable_prefix_caching: bool
     """keep the blocks of finished requests, for prompts that begin with the same tokens (True or False; default:
     True)."""
     num_saved_states: int | None
-    """for models with recurrent states: number of saved states, from which prompts with the same prefix start;
-    none: as many as max_num_seqs (an integer from 0 or None; default: None)."""
+    """for models with recurrent states: saved states, from which prompts with the same prefix start; none:
+    max_num_seqs (an integer from 0 or None; default: None)."""
     kv_host_memory: int | str
-    """size of a store behind the KV cache of each rank, in the host's memory, as bytes or like 4GiB: blocks that
-    the cache has lost come back from it instead of being computed again; 0: none (an integer or a text; default:
-    0)."""
+    """store behind the KV cache of each rank, in the host's memory, like 4GiB: evicted blocks come back from it; 0:
+    none (an integer or a text; default: 0)."""
     kv_file: PathLike[str] | str | None
-    """folder for that store: it is then a file without a name, on a disk that is faster than computing (a text or
-    None; default: None)."""
+    """folder for that store: it is then a file without a name (a text or None; default: None)."""
     kv_folder: PathLike[str] | str | None
-    """folder of KV cache blocks that other engines share and that outlives this one, instead of kv_host_memory;
-    only this user may write there (a text or None; default: None)."""
+    """folder of blocks that other engines share and that outlives this one, instead of kv_host_memory; only this
+    user may write there (a text or None; default: None)."""
     kv_folder_size: int | str
-    """most bytes that the blocks of each rank take in kv_folder, as bytes or like 16GiB (an integer or a text;
-    default: '16GiB')."""
+    """most bytes of each rank in kv_folder, like 16GiB (an integer or a text; default: '16GiB')."""
     kv_transfer_address: PathLike[str] | str | None
-    """let other engines read KV cache blocks of prompts that they ask for, and read theirs: address, interface or
-    subnet on which the ranks listen, like 127.0.0.1 or eth1, or with the port of the first rank, like 10.0.0.1:7000
-    (a text or None; default: None)."""
+    """exchange blocks of prompts with other engines: address, interface or subnet on which the ranks listen, like
+    127.0.0.1 or eth1, or with the port of the first rank, like 10.0.0.1:7000 (a text or None; default: None)."""
     kv_transfer_key_file: PathLike[str] | str | None
-    """file with a key that these engines share, needed if they run on several machines (a text or None; default:
-    None)."""
+    """file with a key that these engines share, needed on several machines (a text or None; default: None)."""
     kv_transfer_backend: Literal["tcp", "nixl"]
-    """how blocks travel between engines; nixl: by NIXL (InfiniBand, NVLink, shared memory), else tcp (one of 'tcp',
-    'nixl'; default: 'tcp')."""
+    """nixl: blocks travel by NIXL (InfiniBand, NVLink, shared memory), else tcp (one of 'tcp', 'nixl'; default:
+    'tcp')."""
     kv_transfer_timeout: int
     """seconds for which blocks are kept until another engine reads them (an integer from 1 to 2**31 - 1; default:
     60)."""
@@ -137,119 +126,108 @@ class SettingArguments(TypedDict, total=False):
     """most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU (an integer from 1 to 2**31 - 1 or None;
     default: None)."""
     max_prefill_tokens: int
-    """with several replicas: most prompt tokens that each computes in a step while any of them decodes, and so the
-    longest that a token of one waits for prompts of another; 0: max_num_batched_tokens (an integer from 0 to 2**31
-    - 1; default: 512)."""
+    """with several replicas: most prompt tokens of each in a step while any of them decodes; 0:
+    max_num_batched_tokens (an integer from 0 to 2**31 - 1; default: 512)."""
     max_queued_requests: int
-    """most requests in flight beyond those that can run at once; further ones are refused (an integer from 0 to
-    2**31 - 1; default: 8192)."""
+    """most requests beyond those that can run at once; further ones are refused (an integer from 0 to 2**31 - 1;
+    default: 8192)."""
     async_scheduling: bool
-    """plan the next step while one runs; otherwise only when the tokens of the last one are known, as is always so
-    with several pipeline stages (True or False; default: True)."""
+    """plan the next step while one runs; never with several pipeline stages (True or False; default: True)."""
     max_concurrent_batches: int | None
-    """most steps in flight at once, the running ones included; none: one for each pipeline stage; with one stage, 2
-    with async scheduling (an integer from 1 to 2**31 - 1 or None; default: None)."""
+    """most steps in flight at once; none: one for each pipeline stage; with one stage, 2 with async scheduling (an
+    integer from 1 to 2**31 - 1 or None; default: None)."""
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None
-    """speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft the tokens that
-    followed an earlier occurrence of the last tokens in the request; mtp: draft with the checkpoint's multi-token
-    prediction layer; none: no speculative decoding (a dict (in JSON, an object) or None; default: None)."""
+    """such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft what followed an earlier occurrence of
+    the last tokens; mtp: draft with the checkpoint's multi-token prediction layer (a dict (in JSON, an object) or
+    None; default: None)."""
     debug_rank_state: bool
-    """compare the requests in every rank's table with the scheduler after each step, for debugging; slow (True or
-    False; default: False)."""
+    """compare the state of every rank with the scheduler's after each step; slow (True or False; default:
+    False)."""
     enforce_eager: bool
-    """run every step eagerly; otherwise decode steps are captured once as CPU graphs or CUDA graphs and replayed
-    (True or False; default: False)."""
+    """run every step eagerly; otherwise decode steps are captured as CPU graphs or CUDA graphs and replayed (True
+    or False; default: False)."""
     # Parallelism
     tensor_parallel_size: int
     """ranks that share the attention heads of one replica (an integer from 1 to 2**31 - 1; default: 1)."""
     data_parallel_size: int
     """replicas that run in lockstep (an integer from 1 to 2**31 - 1; default: 1)."""
     pipeline_parallel_size: int
-    """stages that the layers of one replica are divided into, each on ranks of its own (an integer from 1 to 2**31
-    - 1; default: 1)."""
+    """stages that the layers of one replica are divided into (an integer from 1 to 2**31 - 1; default: 1)."""
     pipeline_layers: Sequence[int] | None
     """number of layers of each stage, such as 10,12,12; none: even shares (a list, each entry an integer from 1 to
     2**31 - 1 or None; default: None)."""
     executor: Literal["auto", "uniproc", "mp", "ray"]
-    """where ranks run; uniproc: in this process; mp: in processes on this host; ray: in actors of a Ray cluster;
-    auto: one rank uniproc, or mp if it may restart; several ranks ray inside a Ray cluster or if this host has too
-    few cores, else mp (one of 'auto', 'uniproc', 'mp', 'ray'; default: 'auto')."""
+    """where ranks run; uniproc: in this process; mp: in processes on this host; ray: on a Ray cluster; auto: one
+    rank uniproc, or mp if it may restart; several ranks ray inside a Ray cluster or if this host has too few cores,
+    else mp (one of 'auto', 'uniproc', 'mp', 'ray'; default: 'auto')."""
     ray_compiled_graph: bool
     """with Ray: send steps through a compiled graph instead of actor calls (True or False; default: True)."""
     network_interface: PathLike[str] | str | None
-    """with Ray: network interface by name (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses (a text
-    or None; default: None)."""
+    """with Ray: interface (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses (a text or None;
+    default: None)."""
     expert_parallel: Literal["auto"] | bool
-    """true: expert parallelism over all ranks of all replicas; false: tensor-parallel experts (each rank of a
-    single replica holds a slice of every expert); auto: slices, if a cost formula finds them faster (one of 'auto'
-    or True or False; default: 'auto')."""
+    """true: experts over all ranks of all replicas; false: each rank of a single replica holds a slice of every
+    expert; auto: slices, if a cost formula finds them faster (one of 'auto' or True or False; default: 'auto')."""
     dispatcher: Literal["auto", "local", "allgather", "all_to_all", "shared_memory", "deepep"]
-    """how tokens are dispatched to experts; local: one rank, no exchange; allgather: every rank gets every token;
-    all_to_all: every rank gets the tokens of its experts; shared_memory: ranks of one host read them where they
-    are; deepep: all_to_all between GPUs, by DeepEP; auto: shared_memory on CPUs, deepep on GPUs, or all_to_all
-    where these cannot run (one of 'auto', 'local', 'allgather', 'all_to_all', 'shared_memory', 'deepep'; default:
-    'auto')."""
+    """how tokens reach experts; local: one rank; allgather: every rank gets every token; all_to_all: every rank
+    gets the tokens of its experts; shared_memory: ranks of one host read them where they are; deepep: all_to_all
+    between GPUs, by DeepEP; auto: shared_memory on CPUs, deepep on GPUs, else all_to_all (one of 'auto', 'local',
+    'allgather', 'all_to_all', 'shared_memory', 'deepep'; default: 'auto')."""
     deepep_low_latency_tokens: int
-    """with DeepEP: most tokens per rank of a step that uses its low-latency kernels; 0: none (an integer from 0 to
-    8192; default: 128)."""
+    """with DeepEP: most tokens per rank of a step with its low-latency kernels; 0: none (an integer from 0 to 8192;
+    default: 128)."""
     deepep_api: Literal["auto", "legacy", "elastic"]
-    """DeepEP's API; elastic: ElasticBuffer, on NCCL; legacy: Buffer, on NVSHMEM, whose low-latency kernels take no
-    multiprocessors while rows travel; auto: elastic where the package has it (one of 'auto', 'legacy', 'elastic';
-    default: 'auto')."""
+    """elastic: DeepEP's ElasticBuffer, on NCCL; legacy: Buffer, on NVSHMEM; auto: elastic where the package has it
+    (one of 'auto', 'legacy', 'elastic'; default: 'auto')."""
     overlap_decode_tokens: int | None
-    """two-batch overlap: run steps that only decode as two halves, of which one computes while the tokens of the
-    other travel to experts, if a replica has at least this many tokens; none: never (an integer from 1 to 2**31 - 1
-    or None; default: None)."""
+    """two-batch overlap: run steps that only decode as two halves if a replica has at least this many tokens; none:
+    never (an integer from 1 to 2**31 - 1 or None; default: None)."""
     overlap_prefill_tokens: int | None
     """the same for steps with prompts; none: never (an integer from 1 to 2**31 - 1 or None; default: None)."""
     deepep_float8: bool
     """with DeepEP: dispatch activations as fp8 (True or False; default: False)."""
     num_redundant_experts: int
-    """slots for redundant experts (further copies of an expert) in each layer, over all ranks together (an integer
-    from 0 to 1048576; default: 0)."""
+    """slots for further copies of experts in each layer, over all ranks together (an integer from 0 to 1048576;
+    default: 0)."""
     expert_loads: PathLike[str] | str | None
-    """JSON file {"loads": [[...], ...]} or .jsonl of expert_load_file with the tokens of each expert of each layer;
-    experts are placed to balance the ranks, and the most loaded ones get copies; none: experts in order (a text or
-    None; default: None)."""
+    """JSON file {"loads": [[...], ...]} or .jsonl of expert_load_file; experts are placed to balance the ranks, and
+    the most loaded ones get copies; none: experts in order (a text or None; default: None)."""
     rebalance: PathLike[str] | str
-    """auto: move experts between ranks while serving, as loads change; off: never; else a placement file, as
-    LLM.save_placement writes it (a text; default: 'off')."""
+    """auto: move experts between ranks while serving; off: never; else a file of LLM.save_placement (a text;
+    default: 'off')."""
     rebalance_horizon: int
-    """with rebalance=auto: steps within which a new placement must save more time than moving experts costs (an
-    integer from 1 to 2**31 - 1; default: 10000)."""
+    """with rebalance=auto: steps within which a move must save more time than it costs (an integer from 1 to 2**31
+    - 1; default: 10000)."""
     num_threads: int | None
     """CPU threads of each rank; none: the cores of this process divided by the ranks on this host (an integer from
     1 to 1024 or None; default: None)."""
     numa_binding: bool
-    """on hosts with several NUMA nodes: bind the threads and the memory of each rank to a node (True or False;
-    default: True)."""
+    """bind the threads and the memory of each rank to a NUMA node (True or False; default: True)."""
     collective_timeout: int
-    """seconds that a rank waits for the others in one collective before it reports an error (an integer from 5 to
-    86400; default: 300)."""
+    """seconds that a rank waits for the others in one collective (an integer from 5 to 86400; default: 300)."""
     load_timeout: int
     """seconds within which all ranks must have loaded the model (an integer from 1 to 2**31 - 1; default: 3600)."""
     step_timeout: int
-    """seconds after which a step without a result is a failure of the engine; with several ranks more than
-    collective_timeout (an integer from 1 to 2**31 - 1; default: 600)."""
+    """seconds after which a step without a result is a failure; with several ranks more than collective_timeout (an
+    integer from 1 to 2**31 - 1; default: 600)."""
     on_failure: Literal["auto", "end", "restart", "shrink"]
-    """what follows when a rank has failed; end: all requests end with an error; restart: the ranks are started
-    again, and requests continue where they were; shrink: the same with one replica fewer, if there are several;
-    auto: restart with ray, else end (one of 'auto', 'end', 'restart', 'shrink'; default: 'auto')."""
+    """when a rank has failed; end: all requests end with an error; restart: ranks are started again, and requests
+    continue; shrink: the same with one replica fewer; auto: restart with ray, else end (one of 'auto', 'end',
+    'restart', 'shrink'; default: 'auto')."""
     debug_collectives: bool
-    """check before each collective that all ranks are about to run the same one (True or False; default: False)."""
+    """check before each collective that all ranks run the same one (True or False; default: False)."""
     # Telemetry
     expert_load_window: int | None
     """steps between reports of expert load; none: 256 with expert_load_file, metrics_port or rebalance=auto, else
     only on request (an integer from 1 to 2**31 - 1 or None; default: None)."""
     expert_load_file: PathLike[str] | str | None
-    """file that gets a line of JSON per window: the tokens of each expert and rank of each layer (a text or None;
-    default: None)."""
+    """file that gets a line of JSON per window: tokens of each expert and rank (a text or None; default: None)."""
     metrics_port: int | None
-    """port on the loopback interface that serves metrics to Prometheus; none: no metrics (an integer from 1 to
-    65535 or None; default: None)."""
+    """port on the loopback interface for Prometheus; none: no metrics (an integer from 1 to 65535 or None; default:
+    None)."""
     profiler_config: ProfilerConfig | Mapping[str, Any] | None
-    """folder for the traces of LLM.start_profile, as {"profiler": "torch", "torch_profiler_dir": "traces"}; none:
-    no traces (a dict (in JSON, an object) or None; default: None)."""
+    """folder for the traces of LLM.start_profile: {"profiler": "torch", "torch_profiler_dir": "traces"} (a dict (in
+    JSON, an object) or None; default: None)."""
     # Names of vLLM, for scripts written for it
     distributed_executor_backend: Literal["uni", "mp", "ray"] | None
     """the same as executor (one of 'uni', 'mp', 'ray' or None; default: None)."""

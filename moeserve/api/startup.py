@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,8 +22,9 @@ from moeserve.config.hub_name import HubModel, parse_hub_name
 from moeserve.config.resolve import resolve
 from moeserve.config.resolve_parallel import wants_ray
 from moeserve.config.settings import DEFAULT_LOAD_WINDOW, ModelSettings, ParallelSettings, Settings
-from moeserve.engine.base import Engine
-from moeserve.engine.core import EngineCore
+from moeserve.engine.base import EngineClient
+from moeserve.engine.engine import Engine
+from moeserve.engine.launcher import Launcher
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
 from moeserve.layers.moe.placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
@@ -56,7 +56,7 @@ class TextParts:
 class StartedEngine:
     """A running engine, the observer of its expert loads, and the checkpoint's other parts."""
 
-    engine: Engine
+    engine: EngineClient
     observer: LoadObserver
     texts: TextParts
     has_experts: bool
@@ -127,7 +127,8 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         def config_of(num_replicas: int) -> EngineConfig:
             return _config_of(num_replicas, config, settings, facts, cluster)
 
-        engine = _start_engine(config, cluster, config_of, show_progress=show_progress)
+        launcher = _launcher(config.parallel.executor, cluster, show_progress=show_progress)
+        engine = Engine(config, launcher, config_of=config_of)
         cleanup.pop_all()
         return StartedEngine(engine, observer, texts, has_experts=facts.num_sparse_layers > 0)
 
@@ -143,10 +144,8 @@ def _with_seed(settings: Settings) -> Settings:
 
 def _facts_of(folder: Path, settings: Settings) -> CheckpointFacts:
     model, drafting = settings.model, settings.scheduler.speculative_config
-    has_draft_layer = drafting is not None and drafting.method == "mtp"
-    return registry.read_facts(
-        folder, model.model_impl, with_draft_layer=has_draft_layer, hf_overrides=model.hf_overrides
-    )
+    num_drafts = 0 if drafting is None or drafting.method != "mtp" else drafting.num_speculative_tokens
+    return registry.read_facts(folder, model.model_impl, num_drafts=num_drafts, hf_overrides=model.hf_overrides)
 
 
 def _find_tokenizer(model: ModelSettings) -> tuple[str | None, HubModel | None]:
@@ -218,7 +217,7 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
     return TextParts(codec, default_params, eos_token_ids)
 
 
-def open_session(engine: Engine, observer: LoadObserver, texts: TextParts) -> Session:
+def open_session(engine: EngineClient, observer: LoadObserver, texts: TextParts) -> Session:
     """Return a session, which takes ownership of the engine."""
     config = engine.config
     frontend = Frontend(
@@ -274,24 +273,20 @@ def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
         return None
 
 
-def _start_engine(
-    config: EngineConfig, cluster: Cluster | None, config_of: Callable[[int], EngineConfig], *, show_progress: bool
-) -> Engine:
-    match config.parallel.executor:
-        case "uniproc":
-            return EngineCore(config, show_progress=show_progress)
-        case "mp":
-            from moeserve.engine.replicas import Replicas  # imported only if ranks run in processes
-            from moeserve.engine.worker_group import start_local_group
+def _launcher(executor: Literal["uniproc", "mp", "ray"], cluster: Cluster | None, *, show_progress: bool) -> Launcher:
+    """Return what starts the replicas. Its module is imported only here: Ray may not be installed."""
+    if executor == "uniproc":
+        from moeserve.engine.local_replica import ThreadLauncher
 
-            return Replicas(
-                config, lambda config: start_local_group(config, show_progress=show_progress), config_of=config_of
-            )
-        case "ray":
-            assert cluster is not None
-            from moeserve.engine.ray_engine import ray_replicas
+        return ThreadLauncher(show_progress=show_progress)
+    if executor == "mp":
+        from moeserve.engine.process_launcher import ProcessLauncher
 
-            return ray_replicas(config, cluster, config_of, show_progress=show_progress)
+        return ProcessLauncher(show_progress=show_progress)
+    from moeserve.engine.ray_launcher import RayLauncher
+
+    assert cluster is not None
+    return RayLauncher(cluster, show_progress=show_progress)
 
 
 def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:

@@ -67,7 +67,7 @@ class CacheConfig:
     block_size: int
     has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have the dtype of weights
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
-    gpu_memory_utilization: float  # share of a GPU's memory
+    memory_share: float  # see `DeviceDefaults`
     num_cache_blocks: int | None  # minimum if measured after a change of the number of replicas; None: no minimum
     enable_prefix_caching: bool
     redoes_drafts: bool  # accepted drafts must be computed again; see `Needs`
@@ -103,19 +103,18 @@ class ScheduleConfig:
     speculative_config: SpeculativeConfig | None
 
     @property
-    def has_draft_layer(self) -> bool:
-        """True if the last layer is the multi-token prediction layer."""
-        return self.speculative_config is not None and self.speculative_config.method == "mtp"
+    def num_mtp_drafts(self) -> int:
+        """Number of tokens that the modules for multi-token prediction (MTP) draft after each step."""
+        speculation = self.speculative_config
+        return 0 if speculation is None or speculation.method != "mtp" else speculation.num_speculative_tokens
 
     @property
     def num_lookahead_tokens(self) -> int:
         """Number of positions behind the last draft that drafting computes.
 
-        Each pass of the MTP layer except the first computes one such position.
+        With one MTP module, each of its passes except the first computes one such position.
         """
-        if self.speculative_config is None or not self.has_draft_layer:
-            return 0
-        return self.speculative_config.num_speculative_tokens - 1
+        return max(0, self.num_mtp_drafts - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,7 @@ class ExpertsConfig:
     deepep_low_latency_tokens: int
     deepep_api: DeepEPApi | None  # None: the newest that the installed package supports
     deepep_float8: bool
-    overlap_decode_tokens: int | None  # minimum tokens of the largest replica for steps in halves; None: never
+    overlap_decode_tokens: int | None  # minimum tokens of the largest replica for overlapped steps; None: never
     overlap_prefill_tokens: int | None
     num_redundant_experts: int  # redundant experts of each layer
     expert_loads: tuple[tuple[float, ...], ...]  # for each layer with experts, the load of each; empty: unknown

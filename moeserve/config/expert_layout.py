@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from moeserve.config.devices import DEVICES
+from moeserve.config.engine_config import DeviceName
 from moeserve.config.settings import DtypeName, ParallelSettings, QuantizationName
 from moeserve.errors import SettingsError, shown
 
@@ -32,13 +33,14 @@ class ExpertShape:
     width: int  # intermediate size of an expert
     num_matrices: int = 3  # 3: gate, up and down; 2: up and down
     slices_alike: tuple[int, ...] = (1,)  # numbers of slices that give the same bytes as whole experts on CPUs
+    has_output_norm: bool = False  # of each expert's output, which slices do not have as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
     """The number formats of a model, and the device that computes with them."""
 
-    device: Literal["cpu", "cuda"]
+    device: DeviceName
     dtype: DtypeName
     quantization: QuantizationName | None
     keeps_bytes: bool  # results must not depend on the layout, as on a CPU with kernels for this dtype or on request
@@ -50,22 +52,6 @@ class Numbers:
     @property
     def weight_bytes(self) -> float:
         return self.value_bytes if self.quantization is None else BYTES_OF_QUANTIZATION[self.quantization]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSpeed:
-    """The assumed speed of one rank."""
-
-    memory: float  # bytes per second
-    links: float  # bytes per second, received from other ranks
-    products: float  # operations per second; a multiply-add counts as two
-
-
-# The CPU figures are those of one core with AVX-512 per rank; the GPU figures are what an H100 achieves of its peaks.
-SPEEDS = {
-    "cpu": RankSpeed(memory=8e9, links=4e9, products=70e9),
-    "cuda": RankSpeed(memory=2.7e12, links=300e9, products=600e12),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +128,8 @@ def _refusal_to_slice(parallel: ParallelSettings, shape: ExpertShape, numbers: N
         return f"dispatcher={parallel.dispatcher!r}"
     if parallel.changed_deepep_setting is not None:
         return parallel.changed_deepep_setting
+    if shape.has_output_norm:
+        return "norms of the outputs of experts"
     if numbers.quantization == "mxfp4":
         return "quantization='mxfp4', whose experts stay as they are stored"
     if numbers.device == "cuda":
@@ -159,7 +147,7 @@ def _refusal_to_slice(parallel: ParallelSettings, shape: ExpertShape, numbers: N
 
 def layer_seconds(shape: ExpertShape, num_ranks: int, num_tokens: int, numbers: Numbers) -> LayerSeconds:
     """Return the time of a layer on the slowest rank, in a step in which the replica has `num_tokens` tokens."""
-    speed, value_bytes = SPEEDS[numbers.device], numbers.value_bytes
+    speed, value_bytes = DEVICES[numbers.device].speed, numbers.value_bytes
     touched = expected_touched(shape.num_experts, shape.top_k, num_tokens)
     fullest = expected_fullest(shape.num_experts, num_ranks, touched)
     num_pairs, size, elsewhere = num_tokens * shape.top_k, shape.hidden_size, 1 - 1 / num_ranks

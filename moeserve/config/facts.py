@@ -41,7 +41,7 @@ class CheckpointFacts:
     quantization: str | None = None  # the format of the weights, as config.json names it; None: not quantised
     has_mxfp4: bool = False  # experts are stored in MXFP4
     needs: Needs = Needs()
-    has_draft_layer: bool = False  # the last layer is the multi-token prediction (MTP) layer
+    num_draft_layers: int = 0  # layers of multi-token prediction (MTP) modules, which are the last ones
     first_layers: frozenset[int] | None = None  # layers that may start a pipeline stage; None: all
 
 

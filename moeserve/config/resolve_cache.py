@@ -13,8 +13,6 @@ from moeserve.errors import SettingsError, shown
 
 logger = logging.getLogger(__name__)
 
-GPU_MEMORY_UTILIZATION = 0.9  # by default
-
 
 def resolve_cache(cache: CacheSettings, facts: Facts, schedule: ScheduleConfig) -> CacheConfig:
     """Return the sizes and formats of caches.
@@ -23,12 +21,14 @@ def resolve_cache(cache: CacheSettings, facts: Facts, schedule: ScheduleConfig) 
         SettingsError: the model does not support them.
     """
     needs = facts.checkpoint.needs
-    if cache.gpu_memory_utilization is not None and not facts.on_gpu:
+    memory_share = facts.device.memory_share
+    if facts.on_gpu:
+        memory_share = cache.gpu_memory_utilization or memory_share
+    elif cache.gpu_memory_utilization is not None:
         logger.warning(
-            "%s=%r has %s",
+            "%s=%r has no effect on CPUs: a profiling run sizes the KV cache, or kv_cache_memory",
             "gpu_memory_utilization",
             cache.gpu_memory_utilization,
-            "no effect on CPUs: a profiling run sizes the KV cache, or kv_cache_memory",
         )
     if cache.block_size and cache.block_size % needs.block_multiple:
         raise SettingsError(
@@ -42,7 +42,7 @@ def resolve_cache(cache: CacheSettings, facts: Facts, schedule: ScheduleConfig) 
         block_size=cache.block_size or needs.block_size,
         has_float8_cache=is_float8_cache(cache.kv_cache_dtype, needs),
         kv_cache_memory=None if memory is None else parse_bytes("kv_cache_memory", memory),
-        gpu_memory_utilization=cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
+        memory_share=memory_share,
         num_cache_blocks=None,
         redoes_drafts=needs.redoes_drafts,
         num_saved_states=_num_saved_states(cache, needs, schedule.max_num_seqs),

@@ -99,9 +99,9 @@ def _check_placement(parallel: ParallelSettings, checkpoint: CheckpointFacts) ->
 
 
 def _check_overlap(settings: Settings, facts: Facts) -> None:
-    """Raise SettingsError if this device, model or layout does not support steps in halves."""
+    """Raise SettingsError if this device, model or layout does not support overlapped steps."""
     parallel = settings.parallel
-    if (parallel.overlap_decode_tokens, parallel.overlap_prefill_tokens) == (None, None):
+    if not parallel.has_overlap:
         return
     refusal = None
     if parallel.num_expert_ranks == 1:
@@ -112,9 +112,7 @@ def _check_overlap(settings: Settings, facts: Facts) -> None:
         return
     elif parallel.tensor_parallel_size > 1:  # collectives of both groups would be in flight at the same time
         refusal = f"tensor_parallel_size={parallel.tensor_parallel_size}; use 1, and more replicas"
-    elif (
-        settings.model.attention_backend == "flashinfer"
-    ):  # both halves would use up the wrappers of two steps (`Plans`)
+    elif settings.model.attention_backend == "flashinfer":  # its wrappers suffice for two steps, not for four halves
         refusal = "attention_backend='flashinfer'; use 'auto'"
     if refusal is not None:
         raise SettingsError(f"overlap_decode_tokens and overlap_prefill_tokens do not allow {refusal}")

@@ -37,80 +37,73 @@ class ModelSettings:
 
     model: str | None = setting(
         None,
-        "checkpoint folder in Hugging Face layout, a GGUF file, or OWNER/NAME in a hub (OWNER/NAME:FILE for a GGUF "
-        "file, where FILE may be a quantisation like Q4_K_M); none: the default model, made at its first use",
+        "checkpoint folder, GGUF file, or OWNER/NAME in a hub (OWNER/NAME:FILE for a GGUF file or its "
+        "quantisation); none: the default model",
     )
-    tokenizer: str | None = setting(None, "tokenizer folder, or OWNER/NAME in a hub; none: the checkpoint")
-    revision: str | None = setting(None, "branch, tag or commit of a model in a hub; none: the main branch")
+    tokenizer: str | None = setting(None, "folder, or OWNER/NAME in a hub; none: the checkpoint's")
+    revision: str | None = setting(None, "branch, tag or commit in a hub; none: the main branch")
     tokenizer_revision: str | None = setting(
-        None, "branch, tag or commit of a tokenizer in a hub; none: the main branch, or revision without tokenizer"
+        None, "the same of a tokenizer; none: the main branch, or revision without tokenizer"
     )
     download_dir: str | None = setting(
-        None, "folder where files from a hub are kept; none: HF_HUB_CACHE, or ~/.cache/huggingface/hub"
+        None, "folder of files from a hub; none: HF_HUB_CACHE, or ~/.cache/huggingface/hub"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float", "half"] = setting(
         "auto",
-        "number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's; "
-        "float and half: as in torch",
+        "number format of weights, activations and, with kv_cache_dtype=auto, the KV cache; auto: the checkpoint's",
     )
     quantization: QuantizationName | StoredFormatName | None = setting(
         None,
-        "quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (a scale and "
-        "a zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights); int4 and fp8 are used "
-        "unchanged where the checkpoint has them; mxfp4: experts stay as a checkpoint in MXFP4 (gpt-oss, DeepSeek-V4) "
-        "stores them, as they do by default in bfloat16; other names: the format of the checkpoint, as without the "
-        "setting",
+        "quantise projections and experts while loading; on a CPU: int8 (a scale per output) or int4 (a scale"
+        " and a zero point per 32 weights); on a GPU: fp8 (a scale per 128 x 128 weights); codes of a "
+        "checkpoint in int4 or fp8 are kept; mxfp4: experts as a checkpoint in MXFP4 stores them, which is "
+        "the default in bfloat16; other names: the format of the checkpoint, as without the setting",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", AttentionName] = setting(
         "auto",
-        "attention kernels on a GPU; triton: moeserve's own; flashinfer: that library for the steps "
-        "that it supports, triton for others; auto: the fastest when measured on this GPU, else triton",
+        "attention on a GPU; triton: moeserve's kernels; flashinfer: that library where it can; auto: the "
+        "faster one in measurements on this GPU, else triton",
     )
     product_backend: Literal["auto", ProductName] = setting(
         "auto",
-        "products of 8-bit blocks on a GPU, with quantization=fp8; triton: moeserve's own; deep_gemm: DeepGEMM for the "
-        "shapes that it supports, triton for others; auto: the fastest when measured on this GPU, "
-        "else triton",
+        "products of 8-bit blocks on a GPU, with quantization=fp8; triton: moeserve's kernels; deep_gemm: "
+        "DeepGEMM where it can; auto: the faster one in measurements on this GPU, else triton",
     )
     batch_invariant: bool = setting(
         False,
-        "results depend on the request alone, to the bit, not on the batch or the layout; settings that exclude it are "
-        "errors; slower on a GPU, no difference on a CPU, which does so wherever it can",
+        "results depend on the request alone, to the bit; settings that exclude it are errors; slower on a "
+        "GPU; a CPU does so wherever it can",
     )
     hf_overrides: dict[str, Any] | None = setting(
         None,
-        'changes to config.json before it is read, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; '
-        "objects are merged; none: no changes",
+        'changes to config.json, such as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; objects are merged',
     )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
     ignore_unused_weights: bool = setting(
         False,
-        "load a checkpoint although it stores tensors that the model does not read and that could change its output; "
-        "otherwise they are an error",
+        "load a checkpoint with tensors that the model does not read and that could change its output; "
+        "otherwise an error",
     )
     model_impl: Literal["auto", ModelImplName] = setting(
         "auto",
-        "transformers: run the model through transformers' own code, with moeserve's attention and expert parallelism, "
-        "for architectures that moeserve does not implement; slower; auto: moeserve's own code",
+        "transformers: run a model without a family through transformers' code; slower; auto: moeserve's own code",
     )
     packed_cache: int | str = setting(
         "16GiB",
-        "size of the cache of packed weights on disk, which makes the next start fast, as bytes or like 16GiB; the "
-        "least recently used weights are evicted first; 0: no cache",
+        "size of the cache of packed weights on disk, which makes the next start fast, like 16GiB; 0: no cache",
     )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = setting(
-        0, "seed of dummy weights, and of sampling for requests without a seed; none: a random one, which is logged"
+        0, "seed of dummy weights and of requests without a seed; none: a random one, which is logged"
     )
     max_model_len: int | str | None = setting(
         None,
-        "most tokens of one request, prompt and output, also as 32k (32000) or 32K (32768); none, -1, auto: as many as "
-        "the model and the KV cache allow",
+        "most tokens of one request, prompt and output, also as 32k (32000) or 32K (32768); none, -1, auto: "
+        "what the model and the KV cache allow",
     )
     generation_config: Literal["auto", "vllm"] = setting(
         "auto",
-        "default sampling parameters; auto: those of the checkpoint's generation_config.json; vllm: those of "
-        "SamplingParams",
+        "default sampling parameters; auto: those of generation_config.json; vllm: those of SamplingParams",
     )
     override_generation_config: dict[str, Any] | None = setting(
         None, 'sampling parameters that replace these defaults, such as {"temperature": 0.5}'
@@ -122,56 +115,50 @@ class CacheSettings:
     """KV cache"""
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = setting(
-        None, "tokens per block of the KV cache; none: 16, or 128 for DeepSeek-V4, which keeps more for each block"
+        None, "tokens per block; none: 16, or 128 for DeepSeek-V4"
     )
     kv_cache_memory: int | str | None = setting(
-        None, "size of the KV cache on each rank, as bytes or like 512MiB; none: measured by a profiling run"
+        None, "size on each rank, like 512MiB; none: measured by a profiling run"
     )
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = setting(
         None,
-        "share of its GPU's memory that each rank takes in all, from which a profiling run sizes the KV cache; none: "
-        "0.9; no effect on CPUs or with kv_cache_memory",
+        "share of its GPU's memory that each rank takes in all; none: 0.9; no effect on CPUs or with kv_cache_memory",
     )
     kv_cache_dtype: CacheDtypeName = setting(
         "auto",
-        "number format of the KV cache; fp8, fp8_e4m3: 8-bit floats (E4M3) with a scale for each token and head, in "
-        "about half the memory of bfloat16; auto: dtype",
+        "number format; fp8, fp8_e4m3: 8-bit floats with a scale for each token and head, in about half the "
+        "memory of bfloat16; auto: dtype",
     )
     enable_prefix_caching: bool = setting(
         True, "keep the blocks of finished requests, for prompts that begin with the same tokens"
     )
     num_saved_states: Annotated[int, msgspec.Meta(ge=0)] | None = setting(
         None,
-        "for models with recurrent states: number of saved states, from which prompts with the same prefix start; "
-        "none: as many as max_num_seqs",
+        "for models with recurrent states: saved states, from which prompts with the same prefix start; none:"
+        " max_num_seqs",
     )
     kv_host_memory: int | str = setting(
         0,
-        "size of a store behind the KV cache of each rank, in the host's memory, as bytes or like 4GiB: blocks that "
-        "the cache has lost come back from it instead of being computed again; 0: none",
+        "store behind the KV cache of each rank, in the host's memory, like 4GiB: evicted blocks come back "
+        "from it; 0: none",
     )
-    kv_file: str | None = setting(
-        None, "folder for that store: it is then a file without a name, on a disk that is faster than computing"
-    )
+    kv_file: str | None = setting(None, "folder for that store: it is then a file without a name")
     kv_folder: str | None = setting(
         None,
-        "folder of KV cache blocks that other engines share and that outlives this one, instead of kv_host_memory; "
+        "folder of blocks that other engines share and that outlives this one, instead of kv_host_memory; "
         "only this user may write there",
     )
-    kv_folder_size: int | str = setting(
-        "16GiB", "most bytes that the blocks of each rank take in kv_folder, as bytes or like 16GiB"
-    )
+    kv_folder_size: int | str = setting("16GiB", "most bytes of each rank in kv_folder, like 16GiB")
     kv_transfer_address: str | None = setting(
         None,
-        "let other engines read KV cache blocks of prompts that they ask for, and read theirs: address, interface or "
-        "subnet on which the ranks listen, like 127.0.0.1 or eth1, or with the port of the first rank, like "
-        "10.0.0.1:7000",
+        "exchange blocks of prompts with other engines: address, interface or subnet on which the ranks "
+        "listen, like 127.0.0.1 or eth1, or with the port of the first rank, like 10.0.0.1:7000",
     )
     kv_transfer_key_file: str | None = setting(
-        None, "file with a key that these engines share, needed if they run on several machines"
+        None, "file with a key that these engines share, needed on several machines"
     )
     kv_transfer_backend: Literal["tcp", "nixl"] = setting(
-        "tcp", "how blocks travel between engines; nixl: by NIXL (InfiniBand, NVLink, shared memory), else tcp"
+        "tcp", "nixl: blocks travel by NIXL (InfiniBand, NVLink, shared memory), else tcp"
     )
     kv_transfer_timeout: PositiveInt = setting(60, "seconds for which blocks are kept until another engine reads them")
 
@@ -201,34 +188,31 @@ class SchedulerSettings:
     )
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
         512,
-        "with several replicas: most prompt tokens that each computes in a step while any of them decodes, and so the "
-        "longest that a token of one waits for prompts of another; 0: max_num_batched_tokens",
+        "with several replicas: most prompt tokens of each in a step while any of them decodes; 0: "
+        "max_num_batched_tokens",
     )
     max_queued_requests: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
-        8192, "most requests in flight beyond those that can run at once; further ones are refused"
+        8192, "most requests beyond those that can run at once; further ones are refused"
     )
     async_scheduling: bool = setting(
         True,
-        "plan the next step while one runs; otherwise only when the tokens of the last one are known, as is always so "
-        "with several pipeline stages",
+        "plan the next step while one runs; never with several pipeline stages",
     )
     max_concurrent_batches: PositiveInt | None = setting(
         None,
-        "most steps in flight at once, the running ones included; none: one for each pipeline stage; with one stage, 2 "
-        "with async scheduling",
+        "most steps in flight at once; none: one for each pipeline stage; with one stage, 2 with async scheduling",
     )
     speculative_config: SpeculativeConfig | None = setting(
         None,
-        'speculative decoding, such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft the tokens that '
-        "followed an earlier occurrence of the last tokens in the request; mtp: draft with the checkpoint's "
-        "multi-token prediction layer; none: no speculative decoding",
+        'such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft what followed an earlier '
+        "occurrence of the last tokens; mtp: draft with the checkpoint's multi-token prediction layer",
     )
     debug_rank_state: bool = setting(
-        False, "compare the requests in every rank's table with the scheduler after each step, for debugging; slow"
+        False, "compare the state of every rank with the scheduler's after each step; slow"
     )
     enforce_eager: bool = setting(
         False,
-        "run every step eagerly; otherwise decode steps are captured once as CPU graphs or CUDA graphs and replayed",
+        "run every step eagerly; otherwise decode steps are captured as CPU graphs or CUDA graphs and replayed",
     )
 
 
@@ -238,91 +222,81 @@ class ParallelSettings:
 
     tensor_parallel_size: PositiveInt = setting(1, "ranks that share the attention heads of one replica")
     data_parallel_size: PositiveInt = setting(1, "replicas that run in lockstep")
-    pipeline_parallel_size: PositiveInt = setting(
-        1, "stages that the layers of one replica are divided into, each on ranks of its own"
-    )
+    pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers of one replica are divided into")
     pipeline_layers: list[PositiveInt] | None = setting(
         None, "number of layers of each stage, such as 10,12,12; none: even shares"
     )
     executor: Literal["auto", "uniproc", "mp", "ray"] = setting(
         "auto",
-        "where ranks run; uniproc: in this process; mp: in processes on this host; ray: in actors of a Ray cluster; "
-        "auto: one rank uniproc, or mp if it may restart; several ranks ray inside a Ray cluster or if this host has "
-        "too few cores, else mp",
+        "where ranks run; uniproc: in this process; mp: in processes on this host; ray: on a Ray cluster; "
+        "auto: one rank uniproc, or mp if it may restart; several ranks ray inside a Ray cluster or if this "
+        "host has too few cores, else mp",
     )
     ray_compiled_graph: bool = setting(True, "with Ray: send steps through a compiled graph instead of actor calls")
     network_interface: str | None = setting(
-        None, "with Ray: network interface by name (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses"
+        None, "with Ray: interface (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses"
     )
     expert_parallel: Literal["auto"] | bool = setting(
         "auto",
-        "true: expert parallelism over all ranks of all replicas; false: tensor-parallel experts (each rank of a "
-        "single replica holds a slice of every expert); auto: slices, if a cost formula finds them faster",
+        "true: experts over all ranks of all replicas; false: each rank of a single replica holds a slice of "
+        "every expert; auto: slices, if a cost formula finds them faster",
     )
     dispatcher: Literal["auto", DispatcherName] = setting(
         "auto",
-        "how tokens are dispatched to experts; local: one rank, no exchange; allgather: every rank gets every token; "
-        "all_to_all: every rank gets the tokens of its experts; shared_memory: ranks of one host read them where they "
-        "are; deepep: all_to_all between GPUs, by DeepEP; auto: shared_memory on CPUs, deepep on GPUs, or all_to_all "
-        "where these cannot run",
+        "how tokens reach experts; local: one rank; allgather: every rank gets every token; all_to_all: every"
+        " rank gets the tokens of its experts; shared_memory: ranks of one host read them where they are; "
+        "deepep: all_to_all between GPUs, by DeepEP; auto: shared_memory on CPUs, deepep on GPUs, else "
+        "all_to_all",
     )
     deepep_low_latency_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] = setting(
-        128, "with DeepEP: most tokens per rank of a step that uses its low-latency kernels; 0: none"
+        128, "with DeepEP: most tokens per rank of a step with its low-latency kernels; 0: none"
     )
     deepep_api: Literal["auto", DeepEPApi] = setting(
         "auto",
-        "DeepEP's API; elastic: ElasticBuffer, on NCCL; legacy: Buffer, on NVSHMEM, whose low-latency kernels take no "
-        "multiprocessors while rows travel; auto: elastic where the package has it",
+        "elastic: DeepEP's ElasticBuffer, on NCCL; legacy: Buffer, on NVSHMEM; auto: elastic where the package has it",
     )
     overlap_decode_tokens: PositiveInt | None = setting(
         None,
-        "two-batch overlap: run steps that only decode as two halves, of which one computes while the tokens of the "
-        "other travel to experts, if a replica has at least this many tokens; none: never",
+        "two-batch overlap: run steps that only decode as two halves if a replica has at least this many "
+        "tokens; none: never",
     )
     overlap_prefill_tokens: PositiveInt | None = setting(None, "the same for steps with prompts; none: never")
     deepep_float8: bool = setting(False, "with DeepEP: dispatch activations as fp8")
     num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
-        0, "slots for redundant experts (further copies of an expert) in each layer, over all ranks together"
+        0, "slots for further copies of experts in each layer, over all ranks together"
     )
     expert_loads: str | None = setting(
         None,
-        'JSON file {"loads": [[...], ...]} or .jsonl of expert_load_file with the tokens of each expert of each layer; '
-        "experts are placed to balance the ranks, and the most loaded ones get copies; none: experts in order",
+        'JSON file {"loads": [[...], ...]} or .jsonl of expert_load_file; experts are placed to balance the '
+        "ranks, and the most loaded ones get copies; none: experts in order",
     )
     rebalance: str = setting(
         "off",
-        "auto: move experts between ranks while serving, as loads change; off: never; else a placement file, as "
-        "LLM.save_placement writes it",
+        "auto: move experts between ranks while serving; off: never; else a file of LLM.save_placement",
     )
     rebalance_horizon: PositiveInt = setting(
-        10000, "with rebalance=auto: steps within which a new placement must save more time than moving experts costs"
+        10000, "with rebalance=auto: steps within which a move must save more time than it costs"
     )
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
         None, "CPU threads of each rank; none: the cores of this process divided by the ranks on this host"
     )
-    numa_binding: bool = setting(
-        True, "on hosts with several NUMA nodes: bind the threads and the memory of each rank to a node"
-    )
+    numa_binding: bool = setting(True, "bind the threads and the memory of each rank to a NUMA node")
     collective_timeout: Annotated[int, msgspec.Meta(ge=5, le=86400)] = (
         setting(  # well above the second that an idle replica sleeps
-            300, "seconds that a rank waits for the others in one collective before it reports an error"
+            300, "seconds that a rank waits for the others in one collective"
         )
     )
     load_timeout: PositiveInt = setting(3600, "seconds within which all ranks must have loaded the model")
     step_timeout: PositiveInt = setting(
         600,
-        "seconds after which a step without a result is a failure of the engine; with several ranks more than "
-        "collective_timeout",
+        "seconds after which a step without a result is a failure; with several ranks more than collective_timeout",
     )
     on_failure: Literal["auto", "end", "restart", "shrink"] = setting(
         "auto",
-        "what follows when a rank has failed; end: all requests end with an error; restart: the ranks are started "
-        "again, and requests continue where they were; shrink: the same with one replica fewer, if there are several; "
-        "auto: restart with ray, else end",
+        "when a rank has failed; end: all requests end with an error; restart: ranks are started again, and "
+        "requests continue; shrink: the same with one replica fewer; auto: restart with ray, else end",
     )
-    debug_collectives: bool = setting(
-        False, "check before each collective that all ranks are about to run the same one"
-    )
+    debug_collectives: bool = setting(False, "check before each collective that all ranks run the same one")
 
     @property
     def num_ranks(self) -> int:
@@ -332,6 +306,11 @@ class ParallelSettings:
     def num_expert_ranks(self) -> int:
         """Number of ranks that share the experts of a layer: those of one stage in all replicas."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def has_overlap(self) -> bool:
+        """True if some steps run with two-batch overlap."""
+        return (self.overlap_decode_tokens, self.overlap_prefill_tokens) != (None, None)
 
     @property
     def changed_deepep_setting(self) -> str | None:
@@ -360,15 +339,14 @@ class TelemetrySettings:
         "rebalance=auto, else only on request",
     )
     expert_load_file: str | None = setting(
-        None, "file that gets a line of JSON per window: the tokens of each expert and rank of each layer"
+        None, "file that gets a line of JSON per window: tokens of each expert and rank"
     )
     metrics_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = setting(
-        None, "port on the loopback interface that serves metrics to Prometheus; none: no metrics"
+        None, "port on the loopback interface for Prometheus; none: no metrics"
     )
     profiler_config: ProfilerConfig | None = setting(
         None,
-        'folder for the traces of LLM.start_profile, as {"profiler": "torch", "torch_profiler_dir": "traces"}; none: '
-        "no traces",
+        'folder for the traces of LLM.start_profile: {"profiler": "torch", "torch_profiler_dir": "traces"}',
     )
 
 

@@ -51,7 +51,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 NAPS = False
 
 
-class Outcome(IntEnum):
+class WaitResult(IntEnum):
     """The results of a wait in the C++ extension that are handled here."""
 
     DONE = 0
@@ -132,7 +132,7 @@ class SharedMemoryConnection:
 
         def wait() -> None:
             outcome = self.memory.wait(operation, self._timeout_s, is_measured)
-            if outcome != Outcome.DONE:
+            if outcome != WaitResult.DONE:
                 raise TransportError(self.cause_of(outcome))
             self._in_use.pop(operation, None)
 
@@ -165,11 +165,11 @@ class SharedMemoryConnection:
         """Return the cause of a failed wait. It names ranks by their number in the world."""
         absent = [self.ranks[index] for index in self.memory.absent()]
         match outcome:
-            case Outcome.TIMEOUT:
+            case WaitResult.TIMEOUT:
                 return f"not all ranks joined within {self._timeout_s:g} s, no data from {format_ranks(absent)}"
-            case Outcome.LOST:
+            case WaitResult.LOST:
                 return f"{format_ranks(absent)} closed {'its' if len(absent) == 1 else 'their'} connection"
-            case Outcome.MISMATCH:
+            case WaitResult.MISMATCH:
                 return (
                     f"{format_ranks(absent)} sent data of another collective or of another size; "
                     "debug_collectives=True shows where the ranks diverge"

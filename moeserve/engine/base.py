@@ -1,4 +1,4 @@
-"""The interface of engines, and functions that all engines share."""
+"""The interface of an engine, and functions that all engines and replicas share."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from moeserve.errors import EngineError, RequestError
 from moeserve.kv.connector import ITEM_FILE_ENDING, FolderTier, HostTier, KVConnector
 from moeserve.private_folder import secret_of
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
+from moeserve.scheduling.replica import Replica
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 SALT_BYTES = 32
 
 
-class Engine(Protocol):
-    """Accepts requests; each `step` returns updates of some of them.
+class EngineClient(Protocol):
+    """An engine, here or in another process: it accepts requests; each `step` returns updates of some of them.
 
     Only one thread at a time may use an engine, except for `wake`.
     """
@@ -61,10 +62,7 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, its end has not been returned yet, or a step is in flight for it.
-
-        Also true while the number of replicas changes.
-        """
+        """True if a request has not ended, or its end has not been returned yet, or the number of replicas changes."""
         ...
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
@@ -216,6 +214,23 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
             connector,
             [rank.address for rank in loaded if rank.address],
         )
+
+
+def new_replica(config: EngineConfig, loaded: Sequence[Loaded], index: int = 0) -> Replica:
+    """Return the loop of a replica without requests.
+
+    Args:
+        loaded: as for `new_scheduler`.
+        index: index of the replica.
+    """
+    fitted = fit_to_cache(config, loaded[0].num_blocks)
+    return Replica(
+        new_scheduler(fitted, loaded),
+        index=index,
+        num_replicas=fitted.parallel.data_parallel_size,
+        max_rounds=fitted.schedule.max_concurrent_batches,
+        load_window=fitted.telemetry.expert_load_window,
+    )
 
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:

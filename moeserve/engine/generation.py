@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import stats_at_start
-from moeserve.engine.protocol import EngineMessage, Ready
+from moeserve.engine.launcher import WorkerGroup
+from moeserve.engine.protocol import Ready
 from moeserve.errors import EngineError, MoeserveError
 from moeserve.processes.failures import as_error, root_cause
-from moeserve.processes.supervision import WatchedProcess, wait_for_messages
-from moeserve.processes.worker_group import WorkerGroup
+from moeserve.processes.supervision import Watched, wait_for_messages
 from moeserve.protocol import ReplicaStats, Shutdown
 from moeserve.scheduling.replica_choice import DPRouter
 
@@ -39,13 +39,11 @@ class Generation:
         """
         self.config, self.group = config, group
         self.end = weakref.finalize(self, group.end)  # terminates the processes at once
-        self.index_of: dict[WatchedProcess[EngineMessage], int] = {
-            engine: index for index, engine in enumerate(group.engines)
-        }
+        self.index_of: dict[Watched, int] = {replica: index for index, replica in enumerate(group.replicas)}
         self.num_blocks = 0  # KV cache blocks of each rank; set once all have loaded, like the next two
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
-        self._loading = {engine.name: None for engine in group.engines}
+        self._loading = {replica.name: None for replica in group.replicas}
         self._deadline = time.monotonic() + config.failure.load_timeout + SECONDS_TO_NAME_A_RANK
 
     def take_ready(self) -> bool:
@@ -54,11 +52,11 @@ class Generation:
         Raises:
             EngineError: loading takes too long.
         """
-        for engine in self.group.engines if self._loading else ():
-            for message in engine.receive():
+        for replica in self.group.replicas if self._loading else ():
+            for message in replica.receive():
                 if isinstance(message, Ready):  # a replica that is ready may send an empty delivery
                     self.num_blocks = message.num_blocks
-                    del self._loading[engine.name]
+                    del self._loading[replica.name]
         if self._loading:
             if time.monotonic() >= self._deadline:
                 raise EngineError(
@@ -68,7 +66,7 @@ class Generation:
             return False
         if self.group.has_failed:  # a replica that was ready before the others
             return False
-        num_replicas = len(self.group.engines)
+        num_replicas = len(self.group.replicas)
         self.replica_stats = [stats_at_start(self.num_blocks)] * num_replicas
         self.router = DPRouter(
             num_replicas,
@@ -100,8 +98,8 @@ class Generation:
     def shut_down(self) -> None:
         """Make the replicas agree to shut down, and wait until all processes have exited."""
         self.end.detach()
-        for engine in self.group.engines:
-            engine.channel.send(Shutdown())
+        for replica in self.group.replicas:
+            replica.send(Shutdown())
         self.group.end(SECONDS_TO_END)
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from moeserve.engine.base import Engine
+from moeserve.engine.base import EngineClient
 from moeserve.engine.protocol import (
     Drain,
     EngineState,
@@ -53,7 +53,7 @@ class EngineHub:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         observer: LoadObserver,
         start_process: Callable[[int], WatchedProcess[ToHub]],
         num_processes: int,

@@ -9,14 +9,11 @@ import msgspec
 
 from moeserve.engine.base import require_encodable
 from moeserve.engine.generation import Generation
-from moeserve.engine.protocol import EngineMessage
-from moeserve.processes.channel import frame
-from moeserve.processes.supervision import WatchedProcess
+from moeserve.engine.launcher import ReplicaHandle
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Sample, Wake
 
 # Restarts without a new token of a request, after which the next failure ends the request: it may be the cause.
 MAX_FRUITLESS_RESTARTS = 3
-WAKE = frame(Wake())
 
 
 @dataclass(eq=False)
@@ -24,7 +21,7 @@ class InFlight:
     """A request that has not ended."""
 
     request: Request
-    engine: WatchedProcess[EngineMessage]  # the engine process of its replica
+    replica: ReplicaHandle
     token_ids: list[int] = field(default_factory=list)  # tokens received
     is_aborted: bool = False  # abort sent, end not received yet
     num_failures: int = 0  # failures of the engine since the last token
@@ -62,33 +59,34 @@ class RequestsInFlight:
         require_encodable(request)
         self._must_wake |= not self._known
         requests = AddRequest(request, list(samples)).requests
-        engines = self.generation.group.engines
+        replicas = self.generation.group.replicas
         indices = self.generation.router.choose_each(request, [each.request_id for each in requests])
         by_replica: dict[int, list[Request]] = {}
         for index, each in zip(indices, requests, strict=True):
             by_replica.setdefault(index, []).append(each)
-            self._known[each.request_id] = InFlight(each, engines[index])
+            self._known[each.request_id] = InFlight(each, replicas[index])
         for index, (first, *others) in by_replica.items():
             message = AddRequest(first, [Sample(each.request_id, each.seed) for each in others])
-            engines[index].channel.send(message)
+            replicas[index].send(message)
         self._has_sleepers |= not self._must_wake  # a replica that runs requests keeps all others awake
 
     def collect_load(self) -> None:
         """Request a window of expert loads."""
-        self.generation.group.engines[0].channel.send(CollectLoad())
+        self.generation.group.replicas[0].send(CollectLoad())
         self._must_wake = True
 
     def abort(self, request_id: str) -> None:
         if (known := self._known.get(request_id)) is not None:
             known.is_aborted = True
-            known.engine.channel.send(AbortRequest(request_id))
+            known.replica.send(AbortRequest(request_id))
 
     def wake_sleepers(self) -> None:
         """Wake all replicas if one may be asleep, because a step needs all of them."""
         if self._must_wake:
             self._must_wake = self._has_sleepers = False
-            for engine in self.generation.group.engines:
-                engine.channel.send_frame(WAKE)
+            replicas = self.generation.group.replicas
+            for replica in replicas if len(replicas) > 1 else ():  # one alone wakes up for its own messages
+                replica.send(Wake())
 
     def live_updates(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
         """Yield the updates of requests that have not ended, and remove requests that end."""

@@ -1,6 +1,6 @@
-"""Messages of engine processes to the user's process, and between processes that share an engine.
+"""Messages of replicas to the engine, and between processes that share an engine.
 
-`protocol.ReplicaMessage` has the messages to engine processes.
+`protocol.ReplicaMessage` has the messages to replicas.
 """
 
 from __future__ import annotations
@@ -10,33 +10,17 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.protocol import AbortRequest, AddRequest, ReplicaStats, RequestUpdate
+from moeserve.protocol import AbortRequest, AddRequest, Delivery, ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
-from moeserve.worker.protocol import RankStart
-
-
-class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of an engine process."""
-
-    first_rank: RankStart  # the replica's first rank
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Sent by an engine process once, when the model is loaded."""
+    """Sent by a replica once, when its ranks have loaded the model."""
 
     num_blocks: int  # KV cache blocks, equal on all ranks
 
 
-class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
-    """Sent by an engine process: updates of requests, its load, and, from the first replica, expert loads."""
-
-    updates: list[RequestUpdate]
-    stats: ReplicaStats
-    load: LoadWindow | None = None
-    answers: bool = False  # `load` answers a CollectLoad
-
-
-EngineMessage: TypeAlias = Ready | Delivery
+FromReplica: TypeAlias = Ready | Delivery
 
 
 class SharedEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +40,7 @@ class Updates(msgspec.Struct, frozen=True, tag="updates"):
 class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """Sent to all processes that share an engine when the state has changed."""
 
-    refusal: str  # as in `Engine`
+    refusal: str  # as in `EngineClient`
     has_failed: bool
     replica_stats: list[ReplicaStats]
     num_blocks: int

@@ -37,7 +37,7 @@ _ERRORS: dict[str, type[MoeserveError]] = {
 
 
 class RemoteEngine:
-    """An `Engine` that runs in the hub's process. If that process fails, this process exits too."""
+    """An `EngineClient` of the engine in the hub's process. If that process fails, this process exits too."""
 
     def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[bool], None]) -> None:
         """

@@ -6,8 +6,8 @@ import select
 from concurrent.futures import Future
 from typing import Protocol
 
-from moeserve.protocol import Transfer, TransferOutcome
-from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.protocol import Transfer, TransferResult
+from moeserve.scheduling.lockstep import Round, RoundResult
 from moeserve.worker.protocol import Loaded
 
 
@@ -17,16 +17,16 @@ class Executor(Protocol):
     name: str  # the name of the ranks in error messages
     loaded: list[Loaded]  # the reports of the replica's ranks, in order
 
-    def submit(self, work: Round) -> Future[Outcome]:
+    def submit(self, work: Round) -> Future[RoundResult]:
         """Send a round to all ranks, and return at once. They run rounds in order.
 
-        `progress` completes the future, with the outcome from the rank that samples or with the error that ends this
-        executor. With `FailureConfig.debug_rank_state` it does so when all ranks have answered, and the outcome has the
+        `progress` completes the future, with the result from the rank that samples or with the error that ends this
+        executor. With `FailureConfig.debug_rank_state` it does so when all ranks have answered, and the result has the
         reports of all.
         """
         ...
 
-    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
+    def transfer(self, work: Transfer) -> Future[TransferResult]:
         """Send a transfer to all ranks, and return at once. They run transfers concurrently with rounds.
 
         `progress` completes the future when the transfer has ended on all ranks. Its result has the number of blocks

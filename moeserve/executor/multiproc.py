@@ -13,13 +13,13 @@ import msgspec
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
 from moeserve.errors import DistributedError
-from moeserve.executor.outcomes import TransferAnswers
+from moeserve.executor.results import TransferAnswers
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, register, wait_for_messages
-from moeserve.protocol import Transfer, TransferOutcome
-from moeserve.scheduling.lockstep import Outcome, Round, gathered
+from moeserve.protocol import Transfer, TransferResult
+from moeserve.scheduling.lockstep import Round, RoundResult, gathered
 from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
 
 
@@ -33,7 +33,7 @@ def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
     environment = environment_of_rank(config, usable_cores())
     return [
         start_process(
-            "moeserve.worker.process:run",
+            "moeserve.worker.rank_process:run",
             rank_name(config, rank),
             msgspec.structs.replace(first, rank=rank, show_progress=first.show_progress and rank == first.rank),
             FromRank,
@@ -57,9 +57,9 @@ class MultiprocExecutor:
         self.name = ", ".join(rank.name for rank in ranks)
         first = sampling_rank(config)
         self._ranks = [*ranks[first:], *ranks[:first]]  # starts with the rank that samples
-        self._pending: deque[Future[Outcome]] = deque()
+        self._pending: deque[Future[RoundResult]] = deque()
         self._num_answering = len(ranks) if config.failure.debug_rank_state else 1
-        self._answers: list[deque[Outcome]] = [deque() for _ in ranks]  # by rank, in order of rounds
+        self._answers: list[deque[RoundResult]] = [deque() for _ in ranks]  # by rank, in order of rounds
         self._transfers = TransferAnswers(len(ranks))
         loaded: dict[str, Loaded] = {}
         while len(loaded) < len(ranks):
@@ -71,14 +71,14 @@ class MultiprocExecutor:
                     loaded[rank.name] = message
         self.loaded = [loaded[rank.name] for rank in ranks]
 
-    def submit(self, work: Round) -> Future[Outcome]:
+    def submit(self, work: Round) -> Future[RoundResult]:
         data = frame(work)
         for rank in self._ranks:
             rank.channel.send_frame(data)
         self._pending.append(Future())
         return self._pending[-1]
 
-    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
+    def transfer(self, work: Transfer) -> Future[TransferResult]:
         data = frame(work)
         for rank in self._ranks:
             rank.channel.send_frame(data)
@@ -90,12 +90,12 @@ class MultiprocExecutor:
     def progress(self) -> None:
         for rank, answers in zip(self._ranks, self._answers, strict=True):
             for message in rank.receive():  # also sends pending data
-                if isinstance(message, TransferOutcome):
+                if isinstance(message, TransferResult):
                     self._transfers.add(message)
                 else:
                     answers.append(message)
         answering = self._answers[: self._num_answering]
-        if not all(answering):  # the next call raises; outcomes that have arrived are returned first
+        if not all(answering):  # the next call raises; results that have arrived are returned first
             self._require_alive()
         while all(answering):
             self._pending.popleft().set_result(gathered([answers.popleft() for answers in answering]))

@@ -12,10 +12,10 @@ from queue import Empty, SimpleQueue
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.executor.outcomes import OutcomeQueue
-from moeserve.protocol import Transfer, TransferOutcome
-from moeserve.scheduling.lockstep import Outcome, Round
-from moeserve.worker.worker import StartedRound, Worker
+from moeserve.executor.results import ResultQueue
+from moeserve.protocol import Transfer, TransferResult
+from moeserve.scheduling.lockstep import Round, RoundResult
+from moeserve.worker.worker import PendingRound, Worker
 
 SECONDS_BETWEEN_LOOKS = 2e-4  # interval between checks whether a GPU has finished the only round
 IDLE_SECONDS = 0.05  # idle time before graphs are captured; longer than between two steps
@@ -27,11 +27,11 @@ class UniprocExecutor:
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.name = "rank 0"
         self._work: SimpleQueue[Round | None] = SimpleQueue()  # None: the thread exits
-        self._outcomes = OutcomeQueue()
+        self._results = ResultQueue()
         loaded: Future[Worker] = Future()
         thread = threading.Thread(
             target=_run,
-            args=(config, show_progress, loaded, self._work, self._outcomes),
+            args=(config, show_progress, loaded, self._work, self._results),
             name="moeserve rank 0",
             daemon=True,
         )
@@ -45,29 +45,34 @@ class UniprocExecutor:
             self.shutdown()
             raise
         self.loaded = [self.worker.facts]
-        self._transfers = self.worker.start_transfers(self._outcomes.add_transfer)
+        self._transfers = self.worker.start_transfers(self._results.add_transfer)
 
     @property
     def worker(self) -> Worker:
         assert self._held, "the executor was shut down"
         return self._held[0]
 
-    def submit(self, work: Round) -> Future[Outcome]:
+    @property
+    def fd(self) -> int:
+        """Readable when `progress` has work to do."""
+        return self._results.fd
+
+    def submit(self, work: Round) -> Future[RoundResult]:
         assert self._held, "submit after shutdown"
-        future = self._outcomes.expect()
+        future = self._results.expect()
         self._work.put(work)
         return future
 
-    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
-        future = self._outcomes.expect_transfer(work.number)
+    def transfer(self, work: Transfer) -> Future[TransferResult]:
+        future = self._results.expect_transfer(work.number)
         self._transfers.submit(work)
         return future
 
     def register(self, poll: select.poll) -> None:
-        poll.register(self._outcomes.fd, select.POLLIN)
+        poll.register(self.fd, select.POLLIN)
 
     def progress(self) -> None:
-        self._outcomes.complete()
+        self._results.complete()
 
     def abandon(self) -> None:
         """Leave a hung thread alone, because nothing can end it and `shutdown` must not wait for it."""
@@ -84,7 +89,7 @@ def _run(
     show_progress: bool,
     loaded: Future[Worker],
     rounds: SimpleQueue[Round | None],
-    outcomes: OutcomeQueue,
+    results: ResultQueue,
 ) -> None:
     """Load the model and execute rounds until None arrives. Does not refer to the executor, which may be deleted."""
     try:
@@ -97,19 +102,19 @@ def _run(
         return
     loaded.set_result(worker)
     del loaded
-    held: list[StartedRound | BaseException] = []  # the latest round, until its outcome is handed over
+    held: list[PendingRound | BaseException] = []  # the latest round, until its result is handed over
 
     def hand_over() -> None:
         while held:
-            outcomes.add(_outcome(held.pop()))
+            results.add(_result(held.pop()))
 
     def hand_over_if_done() -> None:
         if held and _is_done(held[0]):
             hand_over()
 
-    # Handing over an outcome wakes the engine's thread, which competes for Python's interpreter lock. If the next round
+    # Handing over a result wakes the engine's thread, which competes for Python's interpreter lock. If the next round
     # has arrived, its layers are started first, because they run without the lock.
-    worker.runner.replay.on_layers = hand_over_if_done
+    worker.runner.step_runner.on_layers = hand_over_if_done
     while True:
         try:
             # While a GPU computes the held round, check at intervals whether it is done.
@@ -120,7 +125,7 @@ def _run(
         if work is None:
             break
         try:
-            started: StartedRound | BaseException = worker.start(work)
+            started: PendingRound | BaseException = worker.start(work)
         except BaseException as error:
             started = error
         hand_over()
@@ -131,11 +136,11 @@ def _run(
     worker.close()
 
 
-def _is_done(started: StartedRound | BaseException) -> bool:
+def _is_done(started: PendingRound | BaseException) -> bool:
     return isinstance(started, BaseException) or started.is_done
 
 
-def _outcome(started: StartedRound | BaseException) -> Outcome | BaseException:
+def _result(started: PendingRound | BaseException) -> RoundResult | BaseException:
     if isinstance(started, BaseException):
         return started
     try:

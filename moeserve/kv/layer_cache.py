@@ -71,13 +71,12 @@ class Places:
     """The number of places for the items of each group on a rank."""
 
     tables: tuple[CacheGroup, ...]  # groups with blocks; the first keeps all tokens
-    block_size: int  # tokens
     num_rows: int = 0  # rows for states: those of running requests and saved copies
 
     @classmethod
-    def equal(cls, rules: CacheRules, num_places: int, block_size: int) -> Places:
+    def equal(cls, rules: CacheRules, num_places: int) -> Places:
         """Return as many places in each group."""
-        return cls(tuple(CacheGroup(rule, num_places) for rule in rules.tables), block_size, num_places)
+        return cls(tuple(CacheGroup(rule, num_places) for rule in rules.tables), num_places)
 
     def group_of(self, rule: RuleOfBlocks) -> int:
         """Return the index of the group of a rule: the first, which keeps more, if it has no group of its own."""

@@ -8,22 +8,21 @@ TRIES = 16  # every 16th load is performed even if it seems slower than computin
 
 
 class LoadRates:
-    """Exponential moving averages of the time to load and to compute a block."""
+    """Exponential moving averages of the time to load and to compute a token."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size  # tokens
-        self._load_seconds = self._compute_seconds = 0.0  # seconds per block; 0: not measured yet
+    def __init__(self) -> None:
+        self._load_seconds = self._compute_seconds = 0.0  # seconds per token; 0: not measured yet
         self._num_passed = 0  # loads skipped since the last load that was performed as a measurement
 
-    def note_load(self, num_blocks: int, seconds: float) -> None:
-        """Record the time of a load of `num_blocks` blocks."""
-        if num_blocks:
-            self._load_seconds = _average(self._load_seconds, seconds / num_blocks)
+    def note_load(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a load of blocks with `num_tokens` tokens."""
+        if num_tokens:
+            self._load_seconds = _average(self._load_seconds, seconds / num_tokens)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step of `num_tokens` tokens."""
         if num_tokens >= MIN_PROMPT_TOKENS:
-            self._compute_seconds = _average(self._compute_seconds, seconds / num_tokens * self._block_size)
+            self._compute_seconds = _average(self._compute_seconds, seconds / num_tokens)
 
     def pays(self) -> bool:
         """Return True if blocks should be loaded now rather than computed."""

@@ -13,6 +13,7 @@ import msgspec
 from moeserve.cache_kind import CacheKind
 from moeserve.kv.connector import ItemKey, KVConnector
 from moeserve.kv.load_rates import LoadRates
+from moeserve.kv.manager import CacheLimits
 from moeserve.kv.pool import BlockPool, tokens_digest
 from moeserve.protocol import (
     CachePlace,
@@ -24,7 +25,7 @@ from moeserve.protocol import (
     RequestUpdate,
     StoreTransfer,
     Transfer,
-    TransferOutcome,
+    TransferResult,
 )
 
 
@@ -69,13 +70,13 @@ class BlockTransfers(Generic[Waiting]):
         self,
         connector: KVConnector,
         pools: Mapping[CacheKind, BlockPool],
-        block_size: int,
+        limits: CacheLimits,
         addresses: Sequence[str] = (),
     ) -> None:
         """
         Args:
             pools: pool of the cache's places for each kind of items.
-            block_size: number of tokens in a block.
+            limits: give the number of tokens in a block.
             addresses: address of each rank of this replica at which other engines can read items. Empty: they cannot.
         """
         self.connector = connector
@@ -84,8 +85,8 @@ class BlockTransfers(Generic[Waiting]):
         self._new: list[Transfer] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
-        self._block_size = block_size
-        self._rates = LoadRates(block_size)
+        self._limits = limits
+        self._rates = LoadRates()
         self._num_begun = 0
         self._num_loaded: Counter[CacheKind] = Counter()
         self._num_saved: Counter[CacheKind] = Counter()
@@ -115,7 +116,7 @@ class BlockTransfers(Generic[Waiting]):
     def counts(self) -> dict[str, int]:
         """Return the fields of `ReplicaStats` about copies."""
         return {
-            "num_loaded_tokens": self._num_loaded[CacheKind.BLOCK] * self._block_size,
+            "num_loaded_tokens": self._num_loaded[CacheKind.BLOCK] * self._limits.block_size,
             "num_loaded_states": self._num_loaded[CacheKind.STATE],
             "num_saved_blocks": self._num_saved[CacheKind.BLOCK] + self._num_saved[CacheKind.WINDOW_BLOCK],
             "num_saved_states": self._num_saved[CacheKind.STATE],
@@ -188,7 +189,7 @@ class BlockTransfers(Generic[Waiting]):
             return update
         handle = request.request.kv_handle
         _, places = self._hold(keys)
-        tokens = tokens_digest(request.token_ids[: num_blocks * self._block_size])
+        tokens = tokens_digest(request.token_ids[: num_blocks * self._limits.block_size])
         keep = KeepItems(number=self._num_begun, handle=handle, tokens=tokens, places=places)
         self._begin(keep, _InFlight("keep", places, [], []))
         source = PeerBlocks(handle=handle, addresses=self._addresses, num_blocks=num_blocks)
@@ -213,7 +214,7 @@ class BlockTransfers(Generic[Waiting]):
             number=self._num_begun,
             receiver=secrets.token_hex(8),
             source=source,
-            tokens=tokens_digest(request.token_ids[: source.num_blocks * self._block_size]),
+            tokens=tokens_digest(request.token_ids[: source.num_blocks * self._limits.block_size]),
             wanted=list(missing),
             places=list(missing.values()),
         )
@@ -243,13 +244,13 @@ class BlockTransfers(Generic[Waiting]):
         new, self._new = self._new, []
         return new
 
-    def end(self, outcome: TransferOutcome) -> Waiting | None:
+    def end(self, result: TransferResult) -> Waiting | None:
         """End a transfer. Items that it has loaded or received can then be found in the cache.
 
         Returns:
             The request that waited for the transfer, or None.
         """
-        transfer, num_copied = self._in_flight.pop(outcome.number), outcome.num_copied
+        transfer, num_copied = self._in_flight.pop(result.number), result.num_copied
         copied = Counter(place.kind for place in transfer.places[:num_copied])
         if transfer.request is None or not transfer.request.ended:  # else it may have been cancelled
             self._num_failed += len(transfer.places) - num_copied
@@ -260,7 +261,7 @@ class BlockTransfers(Generic[Waiting]):
                 self._num_saved += copied
             case "load":
                 self.connector.end_load(transfer.keys)
-                self._rates.note_load(copied[CacheKind.BLOCK], outcome.seconds)
+                self._rates.note_load(copied[CacheKind.BLOCK] * self._limits.block_size, result.seconds)
         if transfer.kind in ("load", "receive"):
             self._num_loaded += copied
             for key, place in list(zip(transfer.keys, transfer.places, strict=True))[:num_copied]:

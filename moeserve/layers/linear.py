@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moeserve.distributed.mesh import share_of, share_sizes
-from moeserve.layers.context import ModelContext
-from moeserve.layers.rows import At, Row, some_columns, whole
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.rows import At, Row, some_columns, some_rows, whole
 from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
+from moeserve.memory import new_empty
 from moeserve.ops import products
 from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.rows.interface import Rows
@@ -26,7 +27,7 @@ class Linear(nn.Module):
         self,
         num_inputs: int,
         num_outputs: int,
-        context: ModelContext,
+        context: BuildContext,
         *,
         has_bias: bool = False,
         limits: QuantizationLimits = DEFAULT_LIMITS,
@@ -63,10 +64,34 @@ class Linear(nn.Module):
             yield at("bias"), None if self.bias is None else whole(self.bias)
 
 
+class SideBySide(nn.Module):
+    """Projections of inputs of their own, whose outputs are side by side in one tensor."""
+
+    def __init__(self, num_inputs: int, sizes: Sequence[int], context: BuildContext) -> None:
+        super().__init__()
+        shapes, limits = ((1, size, num_inputs) for size in sizes), QuantizationLimits(8, None)
+        self.parts = [Weights(products.PER_HEAD, shape, context, limits=limits) for shape in shapes]
+        self.registered_parts = nn.ModuleList(self.parts)
+        self.sizes = list(sizes)
+
+    def forward(self, inputs_TI: Sequence[Tensor]) -> Tensor:
+        """Return [T, O], from an input for each part."""
+        out_TO = new_empty(inputs_TI[0], len(inputs_TI[0]), sum(self.sizes))
+        parts = zip(self.parts, inputs_TI, out_TO[:, None].split(self.sizes, dim=2), strict=True)
+        for weights, input_TI, part_T1O in parts:
+            weights.product.multiply(input_TI[:, None], part_T1O)
+        return out_TO
+
+    def rows(self, at: At, *parts: tuple[str, slice, int]) -> Iterator[Row]:
+        """Yield the rows of the weights. `parts`: of each the name, the share of this rank, and all rows."""
+        for weights, (name, share, num_rows) in zip(self.parts, parts, strict=True):
+            yield at(f"{name}.weight"), some_rows(weights.open.weight_eOI[0], share, num_rows, weights)
+
+
 class Embedding(nn.Module):
     """One row of a table for each token id. Each tp rank has a share of the vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, *, factor: float = 1.0) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext, *, factor: float = 1.0) -> None:
         """
         Args:
             factor: multiplies the rows.
@@ -98,7 +123,7 @@ class OutputHead(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        context: ModelContext,
+        context: BuildContext,
         *,
         tied_to: Embedding | None,
         divisor: float = 1.0,

@@ -16,16 +16,16 @@ from moeserve.config.needs import Needs
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.kv.layer_cache import CacheItems, NoCache, Places
 from moeserve.kv.rules import AnyRule
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.norm import RowsForm
-from moeserve.layers.rotary import RotaryConfig, Rotations, TemperatureConfig
+from moeserve.layers.rotary import RotarySpec, Rotations, TemperatureSpec
 from moeserve.layers.rows import At, Row
 from moeserve.ops.rows.interface import Float8Rows, Rows
 from moeserve.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from moeserve.layers.moe.dispatch.factory import DispatcherFactory
-    from moeserve.layers.moe.layer import MoEConfig, MoELayer
+    from moeserve.layers.moe.layer import MoELayer, MoESpec
     from moeserve.layers.moe.placement.placement import Placement
 
 Item = TypeVar("Item")
@@ -37,10 +37,10 @@ Stages: TypeAlias = Generator[None, None, Result]  # a computation that yields b
 class Build:
     """The parts from which the networks of one layer are built."""
 
-    context: ModelContext
+    context: BuildContext
     hidden_size: int  # D
     norm_epsilon: float
-    num_chunks: int  # in which the layer's networks add their inputs; see `input_share`
+    num_chunks: int  # in which the layer's networks add their inputs; see `chunked_sums`
     placements: Iterator[Placement]  # one is taken for each network with experts
     dispatchers: DispatcherFactory
 
@@ -85,7 +85,7 @@ class AttentionCosts:
     index_operations: float = 0.0  # for one pair of token and position
 
 
-class NetworkConfig:
+class NetworkSpec:
     """The shape of a network: hashable data, known before any weights."""
 
     name: ClassVar[str] = "self_attn"  # of its tensors, after the layer's
@@ -94,7 +94,7 @@ class NetworkConfig:
     has_dense: ClassVar[bool] = False  # a dense network is in it
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+    def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
         """The functions of positions that the network reads."""
         return ()
 
@@ -104,7 +104,7 @@ class NetworkConfig:
         return Needs()
 
     @property
-    def moe(self) -> MoEConfig | None:
+    def moe(self) -> MoESpec | None:
         """The experts in the network."""
         return None
 
@@ -132,7 +132,7 @@ class NetworkConfig:
         raise NotImplementedError
 
 
-class FeedForwardConfig(NetworkConfig):
+class FeedForwardSpec(NetworkSpec):
     """The shape of a network that computes each token by itself, and has the names of one."""
 
     name = "mlp"
@@ -191,7 +191,7 @@ class OverTP(Network):
     are reduced and scattered.
     """
 
-    def __init__(self, context: ModelContext) -> None:
+    def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.tp = context.tp
         self.sum_dtype = context.sum_dtype
@@ -214,8 +214,10 @@ class OverTP(Network):
         raise NotImplementedError
 
 
-def gathered(rows_tD: Rows, tp: GroupCoordinator, step: StepInputs) -> Rows:
-    """Return the rows [T, D] of all tp ranks. FP8 rows occur only with a single tp rank."""
+def gathered(rows_tD: Rows | tuple[Tensor, ...], tp: GroupCoordinator, step: StepInputs) -> Any:
+    """Return the rows [T, D] of all tp ranks, of each input if there are several. FP8 rows: with a single rank only."""
+    if isinstance(rows_tD, tuple):
+        return tuple(tp.all_gather(each_tD, step.tp_sizes) for each_tD in rows_tD)  # collective: all tp ranks
     if isinstance(rows_tD, Float8Rows):
         return rows_tD
     return tp.all_gather(rows_tD, step.tp_sizes)  # collective: all tp ranks

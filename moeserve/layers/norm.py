@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         self,
         hidden_size: int,
         epsilon: float,
-        context: ModelContext,
+        context: BuildContext,
         form: RowsForm = "plain",
         *,
         has_weight: bool = True,
@@ -65,12 +65,44 @@ class RMSNorm(nn.Module):
             yield at("weight"), whole(self.weight, offset=at.norm_offset)
 
 
+class ScaledFirstNorm(nn.Module):
+    """Multiplies each row by a learned weight per column, then scales it to unit mean square (Muse Spark)."""
+
+    def __init__(self, size: int, epsilon: float, context: BuildContext) -> None:
+        super().__init__()
+        self.weight = context.parameter(size, dtype=torch.float32)
+        self.norm = RMSNorm(size, epsilon, context, has_weight=False)
+
+    def forward(self, rows_TD: Tensor) -> Tensor:
+        return self.norm((rows_TD * self.weight).to(rows_TD.dtype))
+
+    def in_place(self, rows_TD: Tensor) -> None:
+        """Replace rows by the normalised ones."""
+        self.norm.in_place(rows_TD.mul_(self.weight))
+
+    def rows(self, at: At) -> Iterator[Row]:
+        """Yield the row of its weight."""
+        yield at("weight"), whole(self.weight, offset=at.norm_offset)
+
+
 class NormAfterEmbedding(nn.Module):
     """The norm before the first network of a model whose embedded tokens are normalised as well."""
 
-    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext, form: RowsForm = "plain") -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        epsilon: float,
+        context: BuildContext,
+        form: RowsForm = "plain",
+        *,
+        has_weight: bool = True,
+    ) -> None:
+        """
+        Args:
+            has_weight: of the norm of embedded tokens.
+        """
         super().__init__()
-        self.of_embedding = RMSNorm(hidden_size, epsilon, context)
+        self.of_embedding = RMSNorm(hidden_size, epsilon, context, has_weight=has_weight)
         self.norm = RMSNorm(hidden_size, epsilon, context, form)
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Any]:
@@ -91,7 +123,7 @@ class LayerNorm(nn.Module):
         has_bias: False: the bias is zero.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext, *, has_bias: bool = True) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, context: BuildContext, *, has_bias: bool = True) -> None:
         super().__init__()
         self.weight = context.parameter(hidden_size)
         zeros_D = torch.zeros(hidden_size, dtype=context.dtype, device=context.device)
@@ -116,7 +148,7 @@ class LayerNorm(nn.Module):
 class NoNorm(nn.Module):
     """Leaves rows as they are."""
 
-    def __init__(self, context: ModelContext) -> None:
+    def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self._add = rows.make(context.backend).add
 

@@ -150,7 +150,7 @@ Scaling: TypeAlias = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryConfig:
+class RotarySpec:
     """The rotated values of a head and their frequencies. The scalings are those of published checkpoints."""
 
     dim: int  # even number of values at the beginning of a head that are rotated
@@ -161,7 +161,7 @@ class RotaryConfig:
     is_reversed: bool = False  # by the negative angle, which undoes a rotation
     has_learned_factors: bool = False  # of the frequencies: exponentials of learned numbers (LeRoPE)
 
-    def within(self, max_model_len: int) -> RotaryConfig:
+    def within(self, max_model_len: int) -> RotarySpec:
         """Return the embedding of an engine whose longest request has `max_model_len` tokens."""
         if not isinstance(self.scaling, LongRopeScaling):
             return self
@@ -192,7 +192,7 @@ class Rotary(nn.Module):
 
     log_factors_F: nn.Parameter | None
 
-    def __init__(self, config: RotaryConfig, device: torch.device) -> None:
+    def __init__(self, config: RotarySpec, device: torch.device) -> None:
         super().__init__()
         self.config = config
         self.frequencies_F = config.frequencies().to(device)
@@ -217,18 +217,18 @@ class Rotary(nn.Module):
 
 
 # Of layers without rotary embedding. The cosine of zero is exactly one, so numbers keep their bytes.
-NO_ROTARY = RotaryConfig(dim=2, theta=2.0, scaling=NoScaling())
+NO_ROTARY = RotarySpec(dim=2, theta=2.0, scaling=NoScaling())
 # Of latent attention whose vectors have no rotated part.
-NO_ROTATED_PART = RotaryConfig(dim=0, theta=2.0)
+NO_ROTATED_PART = RotarySpec(dim=0, theta=2.0)
 
 
-def constant_factor(dim: int, factor: float) -> RotaryConfig:
+def constant_factor(dim: int, factor: float) -> RotarySpec:
     """Return a multiplication of heads of `dim` values by a constant, in the form of a rotation by an angle of zero."""
-    return RotaryConfig(dim=dim, theta=2.0, scaling=NoScaling(factor))
+    return RotarySpec(dim=dim, theta=2.0, scaling=NoScaling(factor))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemperatureConfig:
+class TemperatureSpec:
     """The factor of a query at position p: 1 + weight * ln(1 + floor((p + offset) / length)) (arXiv 2501.19399).
 
     If `is_power`, it is (1 + (p + offset) / length) ** weight (Beam), and if `is_continuous`, it is
@@ -256,18 +256,18 @@ class TemperatureConfig:
 
 
 # Position-dependent inputs of the layers in a step, by layer configuration.
-Rotations = Mapping[RotaryConfig | TemperatureConfig, Rotation]
+Rotations = Mapping[RotarySpec | TemperatureSpec, Rotation]
 
 
 class Rotaries(nn.Module):
     """The rotations and temperatures of all layers of a model, on its device."""
 
     def __init__(
-        self, configs: Iterable[RotaryConfig | TemperatureConfig], device: torch.device, max_model_len: int
+        self, configs: Iterable[RotarySpec | TemperatureSpec], device: torch.device, max_model_len: int
     ) -> None:
         super().__init__()
         self._of_config = {
-            config: Rotary(config.within(max_model_len), device) if isinstance(config, RotaryConfig) else config
+            config: Rotary(config.within(max_model_len), device) if isinstance(config, RotarySpec) else config
             for config in configs
         }
         # So that torch finds their learned factors.

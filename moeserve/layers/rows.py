@@ -44,14 +44,24 @@ class Destination:
         return self.owner is not None and self.owner.scales is not None and not self.owner.is_mxfp4
 
     @property
+    def is_gguf(self) -> bool:
+        """True if stored blocks are packed without decoding. `memory` then has only a shape and a place."""
+        return self.owner is not None and bool(self.owner.gguf_rows)
+
+    @property
     def int4_scales(self) -> Tensor | None:
         """The memory [rows, groups] for scales if int4 codes are kept, otherwise None."""
         if self.owner is None or self.owner.int4_scales is None:
             return None
-        weight_eOI = self.owner.open.weight_eOI
-        row = (self.memory.storage_offset() - weight_eOI.storage_offset()) // weight_eOI.shape[2]
         num_rows = math.prod(self.memory.shape[:-1])
-        return self.owner.int4_scales.flatten(0, 1)[row : row + num_rows]
+        return self.owner.int4_scales.flatten(0, 1)[self.first_row : self.first_row + num_rows]
+
+    @property
+    def first_row(self) -> int:
+        """The first of the memory's rows, counted over all weights of its owner."""
+        assert self.owner is not None
+        weight_eOI = self.owner.open.weight_eOI
+        return (self.memory.storage_offset() - weight_eOI.storage_offset()) // weight_eOI.shape[2]
 
 
 Row = tuple[str, Destination | None]  # tensor name and destination; None: only other ranks need the tensor
@@ -105,6 +115,18 @@ def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: AnyWeights) -> Dest
     """Return the destination of a whole matrix in MXFP4 whose codes and scales are kept."""
     shape = codes_OI.shape[0], 2 * codes_OI.shape[1]
     return Destination(codes_OI, shape, (), owner, mxfp4_scales=scales_OG)
+
+
+def one_of_stack(matrix: Destination, index: int, num_matrices: int) -> Destination:
+    """Return the destination of a matrix in MXFP4 that the checkpoint stores in a stack of several."""
+    assert matrix.mxfp4_scales is not None
+    return dataclasses.replace(
+        matrix,
+        memory=matrix.memory[None],
+        shape=(num_matrices, *matrix.shape),
+        part=(slice(index, index + 1),),
+        mxfp4_scales=matrix.mxfp4_scales[None],
+    )
 
 
 def rows_of_heads(share: slice, size: int) -> slice:

@@ -9,11 +9,12 @@ from typing import Any, Generic, Literal
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
-from moeserve.ops.products import AnyProduct, Kind, make_packing
+from moeserve.layers.build_context import BuildContext
+from moeserve.ops.products import AnyProduct, Kind
 from moeserve.ops.products.interface import (
     INT4_GROUP,
     MXFP4_GROUP,
+    GgufRows,
     InputChunks,
     OpenWeights,
     PackedFormat,
@@ -69,7 +70,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self,
         kind: Kind[AnyProduct],
         shape: tuple[int, int, int],
-        context: ModelContext,
+        context: BuildContext,
         *,
         has_bias: bool = False,
         activation: Activation | None = None,
@@ -83,7 +84,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.shape = shape
         self.chunks = chunks
         self.context = context
-        self._packing = make_packing(context.backend)
+        self._packing = context.backend.packing
         self.activation = activation
         self.limits = limits
         self.borrow = borrow
@@ -96,6 +97,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.bias = context.parameter(num_weights, num_outputs) if has_bias else None
         self.register_buffer("panels", None)
         self.int4_scales = None
+        self.gguf_rows: tuple[GgufRows, ...] = ()  # types of GGUF in which the weights stay; empty: none
 
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
@@ -146,6 +148,37 @@ class Weights(nn.Module, Generic[AnyProduct]):
         num_weights, num_outputs, num_inputs = self.shape
         self.int4_scales = torch.empty(num_weights, num_outputs, -(-num_inputs // INT4_GROUP), dtype=torch.float16)
 
+    def keep_gguf(self, rows: tuple[GgufRows, ...]) -> None:
+        """Pack the weights as `fill_gguf` gets them, in these types. Open weights then never get memory.
+
+        Called for weights without memory.
+        """
+        assert self.memory is not None
+        assert self.memory.is_meta
+        self.gguf_rows = rows
+
+    def fill_gguf(self, row: int, stored_RB: Tensor, first_input: int) -> bool:
+        """Pack stored rows from `row` on, counted over all weights. Return False if a scale is not finite.
+
+        The other arguments are those of `CpuPacking.pack_gguf`.
+        """
+        packing = self._packing
+        assert packing is not None
+        if self.panels is None:
+            shape = self.shape[0], packing.num_bytes(self.open, "gguf")
+            self.panels = packing.allocate_weights(shape, torch.uint8, self.context.device)
+        slot, row = divmod(row, self.shape[1])
+        return packing.pack_gguf(self.open, self.panels[slot], row, stored_RB, first_input)
+
+    def is_kind(self, kind: Kind[Any]) -> bool:
+        """Return True if the product is of this kind."""
+        return self._kind is kind
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of a weight's outputs: gates and ups, or one."""
+        return num_parts_of(self.activation)
+
     @property
     def open(self) -> OpenWeights:
         """The weights in plain memory, until they are packed."""
@@ -158,12 +191,18 @@ class Weights(nn.Module, Generic[AnyProduct]):
             self.chunks,
             self.feeds_blocks,
             self.int4_scales,
+            self.gguf_rows,
         )
 
     @property
     def open_tensors(self) -> list[Tensor]:
         """The memory of open weights and of their scales, which packing replaces."""
         return [tensor for tensor in (self.memory, self.scales) if tensor is not None]
+
+    @property
+    def num_open_bytes(self) -> int:
+        """Size in bytes before packing."""
+        return 0 if self.gguf_rows else sum(tensor.nbytes for tensor in self.open_tensors)
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -185,6 +224,8 @@ class Weights(nn.Module, Generic[AnyProduct]):
         weights, quantization = self.open, self.context.quantization
         if not self.packs:
             return None
+        if self.gguf_rows:
+            return "gguf"
         if self.int4_scales is not None:
             return "int4"
         if self.is_mxfp4:
@@ -199,6 +240,9 @@ class Weights(nn.Module, Generic[AnyProduct]):
         packed_format, packing = self.packed_format, self._packing
         if packed_format is None or packing is None:
             return
+        if packed_format == "gguf":
+            assert self.panels is not None
+            return self._use(PackedWeights.from_panels(self.open, packed_format, self.panels))
         self._use(packing.pack(self.open, packed_format, in_place=self.packs_in_place))
 
     def adopt(self, panels: Tensor) -> None:
@@ -219,7 +263,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         """Size in bytes after packing. Weights that are never packed count with their open size."""
         packed_format, packing = self.packed_format, self._packing
         if packed_format is None or packing is None:
-            return sum(tensor.nbytes for tensor in self.open_tensors)
+            return self.num_open_bytes
         return self.shape[0] * packing.num_bytes(self.open, packed_format)
 
     def _use(self, packed: PackedWeights) -> None:
@@ -237,12 +281,14 @@ def allocate_weights(module: nn.Module) -> None:
             weights.allocate()
 
 
-def allocate_parameters(module: nn.Module, context: ModelContext) -> None:
+def allocate_parameters(module: nn.Module, context: BuildContext) -> None:
     """Allocate memory for all parameters of a module that was built from a context without memory."""
     for part in module.modules():
         if isinstance(part, Weights) and part.is_borrowed:
             part.memory = None
         for name, parameter in list(part.named_parameters(recurse=False)):
+            if name == "memory" and isinstance(part, Weights) and part.gguf_rows:
+                continue
             setattr(part, name, context.parameter(*parameter.shape, dtype=parameter.dtype))
     for part in module.modules():
         if isinstance(part, Weights):

@@ -17,7 +17,7 @@ from moeserve.layers.rotary import (
     LongRopeScaling,
     PairScaling,
     ProportionalScaling,
-    RotaryConfig,
+    RotarySpec,
     Scaling,
     YarnScaling,
 )
@@ -257,7 +257,7 @@ class ConfigValues:
         is_interleaved: bool = False,
         default_fraction: float | None = None,
         default_theta: float | None = None,
-    ) -> RotaryConfig:
+    ) -> RotarySpec:
         """Return the rotary settings.
 
         Args:
@@ -285,7 +285,7 @@ class ConfigValues:
         if (original := self.values.get(ORIGINAL_CONTEXT)) is not None:  # as Phi's configs have it
             settings = settings.replaced(settings.values | {ORIGINAL_CONTEXT: original})
         scaling = _read_scaling(settings, dim, context)
-        return RotaryConfig(dim=dim, theta=theta, scaling=scaling, is_interleaved=is_interleaved)
+        return RotarySpec(dim=dim, theta=theta, scaling=scaling, is_interleaved=is_interleaved)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.get(key)

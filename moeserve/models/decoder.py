@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moeserve.kv.layer_cache import CacheItems, CacheNeeds, Places
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import num_input_chunks
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.layer import MoELayer
@@ -23,10 +23,10 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.network import Build, Run, Stages, run_in_turn
 from moeserve.layers.rotary import Rotaries, Rotations
 from moeserve.layers.rows import At, Row
-from moeserve.layers.streams.residual import StreamConfig
+from moeserve.layers.streams.residual import Place, PlaceSpec, StreamSpec
 from moeserve.layers.weights import allocate_weights
-from moeserve.models.draft_layer import DraftInput
-from moeserve.models.model_config import Block, ModelConfig
+from moeserve.models.draft_module import DraftModule
+from moeserve.models.model_config import Block, ModelSpec
 from moeserve.step_inputs import StepInputs
 
 
@@ -37,33 +37,33 @@ class DecoderBlock(nn.Module):
         self,
         block: Block,
         layer: int,
-        stream: StreamConfig,
+        stream: StreamSpec,
         build: Build,
         *,
-        is_draft: bool,
+        module: int | None,
         suffix: str,
         norm_name: str,
     ) -> None:
         """
         Args:
             layer: index of its layer in the model.
+            module: index of the MTP module that it belongs to; None: it is the decoder's.
             suffix: end of the names of its tensors, if the layer has several networks of this kind.
             norm_name: the name of the norm before it.
         """
         super().__init__()
-        self.layer, self.is_draft, self.ignores_norm = layer, is_draft, block.ignores_norm
+        self.layer, self.module, self.ignores_norm = layer, module, block.ignores_norm
         self.name, self.norm_name = f"{block.network.name}{suffix}", norm_name
         self.output_norm_name = f"{block.network.output_norm_name}{suffix}"
         self.network = block.network.build(build)
         form = self.network.input_form
-        self.place = stream.place(
-            build,
-            form,
-            block.network.entry_norm(build) if block.norm is None else block.norm.build(build, form),
+        spec = PlaceSpec(
+            entry_norm=block.network.entry_norm(build) if block.norm is None else block.norm.build(build, form),
             has_norm=block.has_norm,
             is_normed=block.is_normed,
             is_scaled=block.is_scaled,
         )
+        self.place = stream.place(build, form, spec)
 
     def rows(self, at: At) -> Iterator[Row]:
         """Yield the rows of its weights.
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
 
     With several pipeline stages, a rank has the layers of its stage. The first stage has the embedding, and the last
     stage the final norm and the LM head. Every stage except the first receives the residual stream from the previous
-    stage. An MTP layer is on the last stage, which then has an embedding too.
+    stage. MTP modules are on the last stage, which then has an embedding too.
 
     Args:
         placements: for each layer with experts, in order, the placement over the ep group; see `place_experts`.
@@ -92,10 +92,10 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         placements: Sequence[Placement],
         dispatchers: DispatcherFactory,
-        context: ModelContext,
+        context: BuildContext,
         stage: range | None = None,
     ) -> None:
         super().__init__()
@@ -109,41 +109,38 @@ class Decoder(nn.Module):
         self.dispatchers = dispatchers
         self.tp = context.tp
         self.width = config.stream.width
+        # The hidden states that `forward` and `draft` return are normalised, or the residual stream.
+        self.returns_normed = not config.num_draft_layers or config.draft is None or config.draft.reads_normed
         size = config.hidden_size
-        factor = config.embedding_factor
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(config.of_stage(placements, self.stage))
         self.blocks: list[DecoderBlock] = []
+        self.draft_modules: list[DraftModule] = []
         for number, layer in zip(self.stage, self.layer_configs, strict=True):
             build = Build(context, size, config.norm_epsilon, num_input_chunks(layer.can_divide), unused, dispatchers)
-            is_draft = number >= len(config.layers) - config.num_draft_layers
+            module, stream = None, config.stream
+            if number >= config.num_decoder_layers:
+                assert config.draft is not None
+                module, stream = number - config.num_decoder_layers, config.draft.stream
+                own_head = _make_head(config, context, None) if config.draft.has_heads else None
+                own_embedding = _make_embedding(config, context) if config.draft.has_embeddings else None
+                self.draft_modules.append(DraftModule(config.draft, build, own_embedding, own_head))
             self.blocks += [
-                DecoderBlock(block, number, config.stream, build, is_draft=is_draft, suffix=suffix, norm_name=norm_name)
+                DecoderBlock(block, number, stream, build, module=module, suffix=suffix, norm_name=norm_name)
                 for block, suffix, norm_name in zip(layer.blocks, layer.suffixes, layer.norm_names, strict=True)
             ]
-        self.decoder_blocks = [block for block in self.blocks if not block.is_draft]
-        has_draft = is_last and config.num_draft_layers > 0
-        has_embedding = self.stage.start == 0 or has_draft
-        self.embedding = Embedding(config.vocab_size, size, context, factor=factor) if has_embedding else None
-        self.draft_input = DraftInput(size, config.norm_epsilon, context) if has_draft else None
+        self.decoder_blocks = [block for block in self.blocks if block.module is None]
+        has_embedding = self.stage.start == 0 or len(self.draft_modules) > 0
+        self.embedding = _make_embedding(config, context) if has_embedding else None
         # Register the blocks in modules whose names do not depend on the stages.
         self.registered_layers = nn.ModuleDict(
             {str(n): nn.ModuleList(block for block in self.blocks if block.layer == n) for n in self.stage}
         )
+        self.registered_modules = nn.ModuleList(self.draft_modules)
         self.last = config.stream.last(build) if is_last else None
         # If the last stage has no embedding, it loads a copy of tied weights.
         tied_to = self.embedding if config.tie_word_embeddings else None
-        self.head: OutputHead | None = None
-        if is_last:
-            self.head = OutputHead(
-                config.vocab_size,
-                size,
-                context,
-                tied_to=tied_to,
-                divisor=config.logits_divisor,
-                cap=config.logits_cap,
-                has_bias=config.has_head_bias,
-            )
+        self.head = _make_head(config, context, tied_to) if is_last else None
         self.rotaries = Rotaries(config.rotaries, context.device, context.max_model_len)
         allocate_weights(self)
 
@@ -222,22 +219,27 @@ class Decoder(nn.Module):
     def stages(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
         """Run the layers as a generator that yields where networks wait, and returns the argument of `send`.
 
-        If a step in halves divides a chunk, the chunk's first rows are in the cache before its later rows attend to
+        If an overlapped step divides a chunk, the chunk's first rows are in the cache before its later rows attend to
         them, because the first half runs each mixer first.
         """
         run = Run(step, rotations)
-        stream, update_tD = yield from self._through(self.decoder_blocks, hidden_tD, run, caches)
+        blocks = zip(self.decoder_blocks, caches, strict=False)
+        stream, update_tD = yield from self._through(blocks, self.config.stream.start(hidden_tD), run)
         if self.last is None:
             return self.decoder_blocks[-1].place.close(stream, update_tD)
-        _, normed_tD = self.last.enter(stream, update_tD)
-        return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
+        return self._end(self.last, stream, update_tD, step)
+
+    def _end(self, last: Place, stream: Any, update_tD: Tensor | None, step: StepInputs) -> Tensor:
+        """Return the hidden states behind the last place. Collective: all tp ranks."""
+        hidden_tD = last.enter(stream, update_tD)[1] if self.returns_normed else last.close(stream, update_tD)
+        return self.tp.all_gather(hidden_tD, step.tp_sizes)
 
     def _through(
-        self, blocks: Sequence[DecoderBlock], hidden_tD: Tensor, run: Run, caches: Sequence[Any]
+        self, blocks: Iterable[tuple[DecoderBlock, Any]], stream: Any, run: Run
     ) -> Stages[tuple[Any, Tensor | None]]:
-        """Return the residual stream behind some blocks, and the update that is left to add to it."""
-        stream, update_tD = self.config.stream.start(hidden_tD), None
-        for block, cache in zip(blocks, caches, strict=False):
+        """Return the residual stream behind some blocks with caches, and the update that is left to add to it."""
+        update_tD = None
+        for block, cache in blocks:
             self.groups.set_layer(block.layer)
             place, network = block.place, block.network
             stream, rows = place.enter(stream, update_tD)
@@ -255,27 +257,58 @@ class Decoder(nn.Module):
         following = self.groups.next
         return hidden if following is None else following.broadcast(hidden, 0)  # collective: this rank and the next's
 
-    def draft(self, step: StepInputs, next_ids_T: Tensor, hidden_TD: Tensor, caches: list[Any]) -> Tensor:
-        """Return hidden states [T, D] from which `logits` predicts the token after the next one.
+    def draft(self, number: int, step: StepInputs, later_ids_T: Tensor, hidden_TD: Tensor, caches: list[Any]) -> Tensor:
+        """Return hidden states [T, D] of an MTP module, from which `logits` predicts the token after `later_ids_T`.
 
         Collective: all ranks.
 
         Args:
+            number: index of the module.
             step: the step; it runs as a whole even if it has halves.
-            next_ids_T: the token that follows each row's token.
-            hidden_TD: the result of `forward`.
+            later_ids_T: for the first module, the token that follows each row's token; for the second, the token after
+                it, and so on.
+            hidden_TD: the result of `forward`, or that of the module before.
         """
-        assert self.draft_input is not None
-        assert self.embedding is not None
-        first = len(self.decoder_blocks)
-        embedded_tD = self.embedding(next_ids_T, step.tp_sizes)
-        hidden_tD = self.draft_input(embedded_tD, hidden_TD[step.own_rows])
+        assert self.config.draft is not None
+        module = self.draft_modules[number]
+        embedding = module.embedding or self.embedding
+        assert embedding is not None
+        hidden_tD = module(embedding(later_ids_T, step.tp_sizes), hidden_TD[step.own_rows])
+        blocks = [each for each in zip(self.blocks, caches, strict=True) if each[0].module == number]
         run = Run(step, self.rotaries.at(step.positions))
-        ((hidden_tD, update_tD),) = run_in_turn([self._through(self.blocks[first:], hidden_tD, run, caches[first:])])
-        _, normed_tD = self.draft_input.norm.after_adding(update_tD, hidden_tD)
-        return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
+        through = self._through(blocks, self.config.draft.stream.start(hidden_tD), run)
+        ((stream, update_tD),) = run_in_turn([through])
+        return self._end(module.last, stream, update_tD, step)
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return the logits [T, vocab_size] of hidden states. Last stage only; all tp ranks must pass the same rows."""
-        assert self.head is not None
-        return self.head(hidden_TD)
+    def logits(self, hidden_TD: Tensor, number: int | None = None) -> Tensor:
+        """Return the logits [T, vocab_size] of hidden states. Last stage only; all tp ranks must pass the same rows.
+
+        Args:
+            number: index of the MTP module that returned the hidden states; None: they are the decoder's.
+        """
+        head, last, stream = self.head, self.last, self.config.stream
+        if number is not None:
+            assert self.config.draft is not None
+            module = self.draft_modules[number]
+            head, last, stream = module.head or head, module.last, self.config.draft.stream
+        assert head is not None
+        assert last is not None
+        if not self.returns_normed:
+            _, hidden_TD = last.enter(stream.start(hidden_TD), None)
+        return head(hidden_TD)
+
+
+def _make_embedding(config: ModelSpec, context: BuildContext) -> Embedding:
+    return Embedding(config.vocab_size, config.hidden_size, context, factor=config.embedding_factor)
+
+
+def _make_head(config: ModelSpec, context: BuildContext, tied_to: Embedding | None) -> OutputHead:
+    return OutputHead(
+        config.vocab_size,
+        config.hidden_size,
+        context,
+        tied_to=tied_to,
+        divisor=config.logits_divisor,
+        cap=config.logits_cap,
+        has_bias=config.has_head_bias,
+    )

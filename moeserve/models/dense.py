@@ -35,7 +35,7 @@ DEFAULT_MISTRAL_WINDOW = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseConfig:
+class DenseSpec:
     """The config of a dense checkpoint, with transformers' names."""
 
     vocab_size: int
@@ -81,7 +81,7 @@ class DenseCheckpoint(Protocol):
     """A dense model: its config, and its tensors one at a time."""
 
     path: Path
-    config: DenseConfig
+    config: DenseSpec
     shapes: dict[str, tuple[int, ...]]  # shape of every stored tensor, by Hugging Face name
 
     def tensor(self, name: str) -> Tensor:
@@ -150,7 +150,7 @@ def upcycle_refusal(config: ConfigValues) -> str | None:
     return None
 
 
-def _read_config(config: ConfigValues) -> DenseConfig:
+def _read_config(config: ConfigValues) -> DenseSpec:
     architecture = config.architecture()
     if architecture not in DENSE_ARCHITECTURES:
         raise CheckpointError(
@@ -176,7 +176,7 @@ def _read_config(config: ConfigValues) -> DenseConfig:
     scaling = {name: value for name, value in settings.values.items() if name not in ROTARY_KEYS}
     # A value of null means no window; a missing key means the default window.
     window = config.optional_integer("sliding_window") if "sliding_window" in config.values else DEFAULT_MISTRAL_WINDOW
-    return DenseConfig(
+    return DenseSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),

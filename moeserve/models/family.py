@@ -7,24 +7,35 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 
-# Regular expressions and their replacements, applied in this order to each name. In `layers.draft.`, "draft" stands for
-# the number after the last decoder layer, which a multi-token prediction (MTP) layer has.
+# Regular expressions and their replacements, applied in this order to each name. In `layers.draft0.`, "draft0" stands
+# for the number after the last decoder layer: the layer of the first module for multi-token prediction (MTP). A plus
+# behind a number stands for the next number.
 Names: TypeAlias = tuple[tuple[str, str], ...]
 
 # Matrices of networks with gates, in the names of Mixtral's first release.
 W123: Names = ((r"\.w1\.", ".gate_proj."), (r"\.w3\.", ".up_proj."), (r"\.w2\.", ".down_proj."))
 BLOCK_SPARSE: Names = ((r"\.block_sparse_moe\.", ".mlp."), *W123)
-# An MTP layer that is stored like a decoder layer (DeepSeek-V3). `draft.copy.` are tensors that are not loaded.
+PARTS = "(?:embedding_|hidden_)?(?:norm|projection)|embedding|head|copy|layer"  # of an MTP module
+# MTP modules that are stored like decoder layers (DeepSeek-V3). `draft.0.copy.` are tensors that are not loaded.
 DRAFT: Names = (
-    (r"^model\.layers\.draft\.", "draft."),
-    (r"^draft\.enorm\.", "draft.embedding_norm."),
-    (r"^draft\.hnorm\.", "draft.hidden_norm."),
-    (r"^draft\.eh_proj\.", "draft.projection."),
-    (r"^draft\.shared_head\.norm\.", "draft.norm."),
-    (r"^draft\.(?=embed_tokens\.|shared_head\.)", "draft.copy."),
-    (r"^draft\.(?!embedding_norm\.|hidden_norm\.|projection\.|norm\.|copy\.|layer\.)", "draft.layer."),
+    (r"^model\.layers\.draft(\d+)\.", r"draft.\1."),
+    (r"^(draft\.\d+)\.enorm\.", r"\1.embedding_norm."),
+    (r"^(draft\.\d+)\.hnorm\.", r"\1.hidden_norm."),
+    (r"^(draft\.\d+)\.eh_proj\.", r"\1.projection."),
+    (r"^(draft\.\d+)\.(?:shared_head\.norm|final_layernorm)\.", r"\1.norm."),
+    (r"^(draft\.\d+)\.(?=embed_tokens\.|shared_head\.)", r"\1.copy."),
+    (rf"^(draft\.\d+)\.(?!(?:{PARTS})\.)", r"\1.layer."),
+)
+# The module of Qwen3-Next and others, which have one.
+ONE_MODULE: Names = (
+    (r"^mtp\.layers\.0\.", "draft.0.layer."),
+    (r"^mtp\.pre_fc_norm_embedding\.", "draft.0.embedding_norm."),
+    (r"^mtp\.pre_fc_norm_hidden\.", "draft.0.hidden_norm."),
+    (r"^mtp\.fc\.", "draft.0.projection."),
+    (r"^mtp\.norm\.", "draft.0.norm."),
+    (r"^mtp\.", "draft.0.copy."),
 )
 # Names of models for images, sound and video, and of what connects them to a language model, in other models.
 OTHER_MODELS = (
@@ -48,7 +59,7 @@ class Family:
     architecture: str  # name under `architectures` in config.json
     other_architectures: tuple[str, ...] = ()  # additional names
     model_type: str = ""  # transformers' name of the language model's config, whose defaults are used; "": none are
-    read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for an unsupported config
+    read: Callable[[ConfigValues], ModelSpec]  # raises CheckpointError for an unsupported config
     names: Names = ()  # translate the names of stored tensors to those that all families share
     wrapped: Names = ()  # applied before: names inside of another model
     left_out: tuple[str, ...] = ()  # prefixes of the names of tensors that are not the decoder's, which are not loaded

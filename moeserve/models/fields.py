@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, YarnScaling
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.latent.attention import LatentAttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
+from moeserve.layers.rotary import NO_ROTARY, RotarySpec, YarnScaling
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import DraftSpec, Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 MAX_CONTEXT = 2**24  # tokens; tables of requests have a column for each block of a context
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -29,7 +29,7 @@ def read_model(
     context_key: str = "max_position_embeddings",
     is_tied: bool = False,
     hidden_act: str = "silu",
-) -> ModelConfig:
+) -> ModelSpec:
     """Read a config's settings outside the layers.
 
     Args:
@@ -37,7 +37,7 @@ def read_model(
         hidden_act: the only supported value of the key `hidden_act`.
     """
     config.require("hidden_act", hidden_act)
-    return ModelConfig(
+    return ModelSpec(
         vocab_size=config.integer("vocab_size", high=2**24),
         hidden_size=read_hidden_size(config),
         layers=tuple(layers),
@@ -48,23 +48,29 @@ def read_model(
     )
 
 
-def with_draft_layer_like_the_last(model: ModelConfig) -> ModelConfig:
-    """Return the model with an MTP layer of the shape of its last decoder layer, if the checkpoint has MTP layers.
+def with_draft_layer_like_the_last(model: ModelSpec) -> ModelSpec:
+    """Return the model with MTP modules whose layers have the shape of its last decoder layer.
 
     In these models (DeepSeek-V3, GLM-4.5), only the first decoder layers differ in shape from the others.
     """
     return with_draft_layer(model, model.layers[-1])
 
 
-def with_draft_layer(model: ModelConfig, layer: Layer) -> ModelConfig:
-    """Return the model with an MTP layer of this shape, if the checkpoint has MTP layers."""
-    return dataclasses.replace(model, draft_layer=layer) if model.num_skipped_layers else model
+def with_draft_layer(model: ModelSpec, layer: Layer, count: int | None = None, **others: Any) -> ModelSpec:
+    """Return the model with MTP modules whose layers have this shape, if the config says that there are some.
+
+    Args:
+        count: number of modules; None: as many as the config counts.
+        others: other fields of `DraftSpec`.
+    """
+    draft = DraftSpec(layers=(layer,) * (model.num_skipped_layers if count is None else count), **others)
+    return dataclasses.replace(model, draft=draft) if model.num_skipped_layers else model
 
 
 def _read_context(config: ConfigValues, layers: list[Layer], key: str) -> int:
     """Return the maximum context length. YaRN extends it even if the config's value under `key` was not changed."""
     rotaries = {rotary for layer in layers for rotary in layer.rotaries}
-    scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotaryConfig)}
+    scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotarySpec)}
     extended = (
         int(scaling.original_max_position_embeddings * scaling.factor)
         for scaling in scalings
@@ -93,12 +99,12 @@ def read_attention(
     is_interleaved: bool = False,
     default_theta: float | None = None,
     **settings: Any,
-) -> AttentionConfig:
+) -> AttentionSpec:
     """Read the shape of grouped-query attention.
 
     Args:
         default_fraction, is_interleaved, default_theta: as in `ConfigValues.rotary`; unused if `settings` has a rotary.
-        settings: fields of AttentionConfig that the family sets itself.
+        settings: fields of AttentionSpec that the family sets itself.
     """
     num_heads = config.integer("num_attention_heads", high=2**14)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
@@ -117,17 +123,17 @@ def read_attention(
             is_interleaved=is_interleaved,
             default_theta=default_theta,
         )
-    return AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
+    return AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
 
 
-def read_latent_attention(config: ConfigValues, *, is_interleaved: bool) -> LatentAttentionConfig:
+def read_latent_attention(config: ConfigValues, *, is_interleaved: bool) -> LatentAttentionSpec:
     """Read the shape of latent attention (DeepSeek)."""
     rotary = config.rotary(
         config.integer("qk_rope_head_dim", high=2**14),
         head_dim_key="qk_rope_head_dim",
         is_interleaved=is_interleaved,
     )
-    return LatentAttentionConfig(
+    return LatentAttentionSpec(
         num_heads=config.integer("num_attention_heads", high=2**14),
         query_rank=config.optional_integer("q_lora_rank", high=2**18),
         latent_size=config.integer("kv_lora_rank", high=2**18),
@@ -157,7 +163,18 @@ def read_windows(config: ConfigValues, default: Sequence[bool] | None = None) ->
     return [window if has else None for has in has_window]
 
 
-def rotated_in_windows(attention: AttentionConfig, windows: Sequence[int | None]) -> list[AttentionConfig]:
+def read_module_window(config: ConfigValues, *, default: bool) -> int | None:
+    """Return the window of an MTP module, None for full attention. Types of modules are listed apart from layers.
+
+    Args:
+        default: True if it has a window, used if the config has no `mtp_layer_types`.
+    """
+    listed = config.values.get("mtp_layer_types")
+    has_window = listed[0] == LAYER_TYPES[1] if isinstance(listed, list) and listed else default
+    return config.integer("sliding_window") if has_window else None
+
+
+def rotated_in_windows(attention: AttentionSpec, windows: Sequence[int | None]) -> list[AttentionSpec]:
     """Return the attention of each layer. Those of full attention have no rotary embedding."""
     full = dataclasses.replace(attention, rotary=NO_ROTARY)
     return [full if window is None else dataclasses.replace(attention, window=window) for window in windows]
@@ -173,10 +190,10 @@ def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_exp
     return num_experts, top_k
 
 
-def read_router_without_groups(config: ConfigValues, *keys: str, scale: float = 1.0) -> RouterConfig:
+def read_router_without_groups(config: ConfigValues, *keys: str, scale: float = 1.0) -> RouterSpec:
     """Read a sigmoid router with a learned correction, whose weights are normalised. `keys`: see `read_num_experts`."""
     num_experts, top_k = read_num_experts(config, *keys)
-    return RouterConfig(
+    return RouterSpec(
         num_experts=num_experts, top_k=top_k, scoring="sigmoid", is_normalized=True, has_correction=True, scale=scale
     )
 
@@ -201,11 +218,11 @@ def read_step_limit(config: ConfigValues) -> None:
         raise config.wrong("time_step_limit", "is not supported; supported: [0.0, Infinity]")
 
 
-def read_grouped_router(config: ConfigValues, key: str = "n_routed_experts") -> RouterConfig:
+def read_grouped_router(config: ConfigValues, key: str = "n_routed_experts") -> RouterSpec:
     """Read a softmax router with groups of experts (DeepSeek-V2). `key` has the number of experts."""
     num_experts, top_k = read_num_experts(config, key, "num_local_experts")
     num_groups, num_chosen_groups = read_groups(config, num_experts, top_k)
-    return RouterConfig(
+    return RouterSpec(
         num_experts=num_experts,
         top_k=top_k,
         num_groups=num_groups,
@@ -216,7 +233,7 @@ def read_grouped_router(config: ConfigValues, key: str = "n_routed_experts") -> 
 
 def read_corrected_router(
     config: ConfigValues, key: str = "n_routed_experts", *, is_normalized: bool = True
-) -> RouterConfig:
+) -> RouterSpec:
     """Read a sigmoid router with groups of experts and a learned correction (DeepSeek-V3, GLM-4.5).
 
     Args:
@@ -235,13 +252,13 @@ def read_corrected_router(
     )
 
 
-def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpertsConfig | None:
+def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpertsSpec | None:
     """Read shared experts, each as wide as a routed one. Return None if there are none."""
     num_shared = config.optional_integer("n_shared_experts", low=0, high=2**10) or 0
-    return SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None
+    return SharedExpertsSpec(width=num_shared * expert_width) if num_shared else None
 
 
-def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | DenseConfig]:
+def read_leading_dense(config: ConfigValues, moe: MoESpec) -> list[MoESpec | DenseSpec]:
     """Return dense networks for the first `first_k_dense_replace` layers, then experts (DeepSeek, GLM)."""
     num_layers = read_num_layers(config)
     is_dense = _read_moe_layer_freq(config, num_layers)
@@ -262,7 +279,7 @@ def _read_moe_layer_freq(config: ConfigValues, num_layers: int) -> list[bool] | 
     return [flag == 0 for flag in flags]
 
 
-def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | DenseConfig]:
+def read_sparse_layers(config: ConfigValues, moe: MoESpec) -> list[MoESpec | DenseSpec]:
     """Return a dense network or experts for each layer (Qwen).
 
     Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` lists it.
@@ -273,7 +290,7 @@ def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig |
     return feed_forwards_of(config, moe, [(index + 1) % step != 0 or index in listed for index in range(num_layers)])
 
 
-def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | DenseConfig]:
+def read_listed_dense(config: ConfigValues, moe: MoESpec) -> list[MoESpec | DenseSpec]:
     """Return the network of each layer as `mlp_layer_types` lists it. Without this key, the first layers are dense."""
     num_layers = read_num_layers(config)
     is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
@@ -286,10 +303,10 @@ def read_listed_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | 
 
 
 def feed_forwards_of(
-    config: ConfigValues, moe: MoEConfig, is_dense: Sequence[bool], *, width_key: str = "intermediate_size"
-) -> list[MoEConfig | DenseConfig]:
+    config: ConfigValues, moe: MoESpec, is_dense: Sequence[bool], *, width_key: str = "intermediate_size"
+) -> list[MoESpec | DenseSpec]:
     """Return the network of each layer: a dense one, of the width under `width_key`, if `is_dense`, else experts."""
     if not any(is_dense):
         return [moe] * len(is_dense)
-    dense = DenseConfig(width=read_width(config, width_key))
+    dense = DenseSpec(width=read_width(config, width_key))
     return [dense if is_layer_dense else moe for is_layer_dense in is_dense]

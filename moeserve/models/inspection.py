@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.config.resolve_parallel import layers_of_stages
-from moeserve.config.settings import CacheDtypeName, DtypeName
+from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import CheckpointError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
-from moeserve.models.checkpoint.shards import read_headers
-from moeserve.models.checkpoint.weight_format import WeightFormat
+from moeserve.models.checkpoint.gguf_blocks import BLOCK_INPUTS
+from moeserve.models.checkpoint.names import translated
+from moeserve.models.checkpoint.shards import open_checkpoint, read_headers
+from moeserve.models.checkpoint.weight_format import MXFP4_OF_COMPRESSED_TENSORS, WeightFormat
 from moeserve.models.registry import Description, describe, folder_of
-from moeserve.models.summary import Part, summarize
+from moeserve.models.summary import Part, quantised_bytes, summarize
+
+_QUANTIZATIONS: tuple[QuantizationName, ...] = ("int8", "int4")  # of any checkpoint, while it is loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,7 @@ class Inspection:
     dtype: DtypeName
     parts: tuple[Part, ...]
     weight_bytes: int
+    quantised_bytes: dict[QuantizationName, int]  # memory of the weights with this setting of `quantization`
     encodings: tuple[str, ...]  # descriptions of the encodings of quantised weights
     is_here: bool  # False: the weights have yet to be fetched from a hub
     stored: Stored | None  # None: the folder holds no weights, or they are damaged
@@ -93,7 +98,11 @@ def inspect(
     description = describe(folder, hf_overrides=hf_overrides)
     stored, problem = _stored(folder_of(folder), description.weight_format)
     dtype = dtype or description.dtype
-    summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype)
+    checkpoint = None
+    if stored is not None and description.weight_format.is_gguf:
+        checkpoint = open_checkpoint(folder_of(folder), description.weight_format)
+        checkpoint = translated(checkpoint, description.family, description.model.num_decoder_layers)
+    summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype, checkpoint=checkpoint)
     first_layers = description.model.first_layers
     stage_layers = layers_of_stages(summary.num_layers, num_stages, pipeline_layers, first_layers)
     moe = description.model.first_moe
@@ -115,6 +124,7 @@ def inspect(
         dtype=summary.dtype,
         parts=summary.parts,
         weight_bytes=summary.weight_bytes,
+        quantised_bytes={name: quantised_bytes(description, dtype, name) for name in _QUANTIZATIONS},
         encodings=description.weight_format.words,
         is_here=True,
         stored=stored,
@@ -137,6 +147,9 @@ def as_text(found: Inspection) -> str:
         f"{rule.num_kept(context)} tokens"
         for rule, num_bytes in zip(found.cache.rules.tables[1:], found.cache.block_bytes[1:], strict=True)
     )
+    quantised = "".join(
+        f", {shown_bytes(size)} with --quantization {name}" for name, size in found.quantised_bytes.items()
+    )
     facts = {
         "family": f"{found.family} ({found.architecture})",
         "layers": layers,
@@ -146,9 +159,8 @@ def as_text(found: Inspection) -> str:
         "KV cache": f"{shown_bytes(bytes_per_token)} per token ({bytes_per_token} bytes){windows}, "
         f"{shown_bytes(found.cache.bytes_of_tokens(context))} for the longest context of {context} tokens",
         "on disk" if found.is_here else "in the hub": _stored_text(found),
-        "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}; "
-        f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'} in this machine's free memory of "
-        f"{shown_bytes(found.free_bytes)}",
+        "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}{quantised}; this machine has "
+        f"{shown_bytes(found.free_bytes)} free",
     }
     if found.cache.row_bytes:
         facts["states"] = f"{shown_bytes(found.cache.row_bytes)} for each running request and each saved state"
@@ -226,8 +238,13 @@ def _stored_text(found: Inspection) -> str:
 def _encoding_text(words: str, parts: Sequence[Part]) -> str:
     """Return the description of an encoding, with the form in which such weights are loaded."""
     keeps = ", or kept with quantization='int4'" if "int4" in words else ""
-    is_kept = any(words.endswith(part.dtype) for part in parts)
-    return f"{words}, {'kept in memory' if is_kept else f'dequantised when loaded{keeps}'}"
+    if words == "GGUF" and (kept := dict.fromkeys(part.dtype for part in parts if part.dtype in BLOCK_INPUTS)):
+        return f"{words}, {' and '.join(kept)} kept as stored, others dequantised when loaded"
+    if any(words.endswith(part.dtype) for part in parts):
+        return f"{words}, kept in memory"
+    if words in ("GGUF", MXFP4_OF_COMPRESSED_TENSORS) and any(part.dtype == "mxfp4" for part in parts):
+        return f"{words}, experts kept in mxfp4, others dequantised when loaded"
+    return f"{words}, dequantised when loaded{keeps}"
 
 
 def _plural(number: int, word: str) -> str:

@@ -1,4 +1,4 @@
-"""The shape of a model, which every family reads from its config.json into a `ModelConfig`."""
+"""The shape of a model, which every family reads from its config.json into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeVar
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.needs import Needs, of_all
 from moeserve.kv.rules import CacheRules, groups_of
-from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.chunked_sums import keeps_bytes, num_expert_chunks, num_input_chunks
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.layers.moe.placement.eplb import place_experts
 from moeserve.layers.moe.placement.placement import Placement
-from moeserve.layers.network import AttentionCosts, NetworkConfig
-from moeserve.layers.rotary import LongRopeScaling, RotaryConfig, TemperatureConfig
-from moeserve.layers.streams.residual import NormConfig, PlainStream, StreamConfig
+from moeserve.layers.network import AttentionCosts, NetworkSpec
+from moeserve.layers.rotary import LongRopeScaling, RotarySpec, TemperatureSpec
+from moeserve.layers.streams.residual import NormSpec, PlainStream, StreamSpec
 from moeserve.ops.rows.activations import num_parts_of
 
 MAX_TENSOR_PARALLEL = 2**10  # more than any layout has
@@ -27,8 +27,8 @@ Item = TypeVar("Item")
 class Block:
     """A network, and its place on the residual stream."""
 
-    network: NetworkConfig
-    norm: NormConfig | None = None  # before the network; None: that of the network or of the stream
+    network: NetworkSpec
+    norm: NormSpec | None = None  # before the network; None: that of the network or of the stream
     has_norm: bool = True  # the network reads the stream normalised; False: as it is
     is_normed: bool = False  # the network's output is normalised before it is added
     ignores_norm: bool = False  # checkpoints may store a norm of the output, which is not used
@@ -42,12 +42,12 @@ class Layer:
     blocks: tuple[Block, ...]
 
     @classmethod
-    def of(cls, *networks: NetworkConfig) -> Layer:
+    def of(cls, *networks: NetworkSpec) -> Layer:
         """Return the layer of these networks, whose outputs are added as they are."""
         return cls(tuple(map(Block, networks)))
 
     @property
-    def networks(self) -> tuple[NetworkConfig, ...]:
+    def networks(self) -> tuple[NetworkSpec, ...]:
         return tuple(block.network for block in self.blocks)
 
     @property
@@ -65,12 +65,12 @@ class Layer:
         return tuple(f"{network.norm_name}{end}" for network, end in zip(self.networks, self.suffixes, strict=True))
 
     @property
-    def moes(self) -> tuple[MoEConfig, ...]:
+    def moes(self) -> tuple[MoESpec, ...]:
         """The mixtures of experts."""
         return tuple(network.moe for network in self.networks if network.moe is not None)
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+    def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
         """The functions of positions that the layer reads: rotary embeddings or temperatures."""
         return tuple(rotary for network in self.networks for rotary in network.rotaries)
 
@@ -80,7 +80,19 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class DraftSpec:
+    """The modules for multi-token prediction (MTP) of a checkpoint. Module i drafts the token i + 2 ahead."""
+
+    layers: tuple[Layer, ...]  # the decoder layer of each module
+    stream: StreamSpec = PlainStream()
+    shares_norm: bool = False  # the norm behind a module is that of the decoder (ERNIE)
+    reads_normed: bool = True  # hidden states are read behind the last norm of the decoder, or of the module before
+    has_heads: bool = False  # each module has an LM head of its own
+    has_embeddings: bool = False  # each module has an embedding of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
     """The shape of a decoder: token embedding, layers, norm and output head."""
 
     vocab_size: int
@@ -90,26 +102,20 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     embedding_factor: float = 1.0  # multiplies the token embeddings
-    stream: StreamConfig = PlainStream()
+    stream: StreamSpec = PlainStream()
     logits_divisor: float = 1.0
     logits_cap: float | None = None  # see OutputHead
     has_head_bias: bool = False
     num_stored_tokens: int | None = None  # rows of embedding and perhaps head in a checkpoint, if more than are used
-    num_skipped_layers: int = 0  # multi-token prediction (MTP) layers after the last one, which are not loaded
-    draft_layer: Layer | None = None  # the first MTP layer, if it is supported; see `with_draft_layer`
-    draft_shares_norm: bool = False  # the norm behind the MTP layer is that of the decoder (ERNIE)
-    num_draft_layers: int = 0  # MTP layers at the end of `layers`, which only draft tokens
+    num_skipped_layers: int = 0  # MTP layers that the checkpoint has after the last one, as its config counts them
+    draft: DraftSpec | None = None  # its MTP modules, if they are supported
+    num_draft_layers: int = 0  # layers of MTP modules at the end of `layers`, which only draft tokens
 
-    def with_draft_layer(self) -> ModelConfig:
-        """Return the model with its MTP layer appended to the layers."""
-        assert self.draft_layer is not None
-        return dataclasses.replace(
-            self,
-            layers=(*self.layers, self.draft_layer),
-            num_skipped_layers=max(self.num_skipped_layers - 1, 0),
-            draft_layer=None,
-            num_draft_layers=1,
-        )
+    def with_draft_layers(self, num_drafts: int) -> ModelSpec:
+        """Return the model with the layers of its MTP modules appended, at most one for each draft token of a step."""
+        assert self.draft is not None
+        drafting = self.draft.layers[:num_drafts]
+        return dataclasses.replace(self, layers=(*self.layers, *drafting), num_draft_layers=len(drafting))
 
     @property
     def num_decoder_layers(self) -> int:
@@ -117,7 +123,7 @@ class ModelConfig:
         return len(self.layers) - self.num_draft_layers
 
     @property
-    def first_moe(self) -> MoEConfig | None:
+    def first_moe(self) -> MoESpec | None:
         """The mixture of experts of the first layer that has one. All such layers have the same shape."""
         return next((moe for layer in self.layers for moe in layer.moes), None)
 
@@ -128,7 +134,7 @@ class ModelConfig:
         return [each for each in costs if each is not None]
 
     @property
-    def rotaries(self) -> frozenset[RotaryConfig | TemperatureConfig]:
+    def rotaries(self) -> frozenset[RotarySpec | TemperatureSpec]:
         """The functions of positions that the layers read: rotary embeddings or temperatures."""
         return frozenset(rotary for layer in self.layers for rotary in layer.rotaries)
 
@@ -157,6 +163,7 @@ class ModelConfig:
             width=moe.expert_width,
             num_matrices=num_parts_of(moe.activation) + 1,
             slices_alike=tuple(number for number in range(1, num_chunks + 1) if keeps_bytes(num_chunks, number)),
+            has_output_norm=moe.output_norm_epsilon is not None,
         )
 
     @property
@@ -173,7 +180,7 @@ class ModelConfig:
 
     def has_long_rotations(self, max_model_len: int) -> bool:
         """Return True if an engine with this length of requests takes LongRoPE's scaling for long contexts."""
-        scalings = (each.scaling for each in self.rotaries if isinstance(each, RotaryConfig))
+        scalings = (each.scaling for each in self.rotaries if isinstance(each, RotarySpec))
         return any(each.is_long(max_model_len) for each in scalings if isinstance(each, LongRopeScaling))
 
     def cache_rules(self, block_size: int) -> CacheRules:
@@ -183,8 +190,12 @@ class ModelConfig:
 
     @property
     def first_layers(self) -> frozenset[int]:
-        """Indices of layers that may start a pipeline stage, because they read nothing of the layer before."""
-        needs = enumerate(of_all(network.needs for network in layer.networks) for layer in self.layers)
+        """Indices of layers that may start a pipeline stage.
+
+        These read nothing of the layer before, and all MTP modules are on one stage.
+        """
+        first = self.layers[: self.num_decoder_layers + 1]
+        needs = enumerate(of_all(network.needs for network in layer.networks) for layer in first)
         return frozenset(number for number, each in needs if not each.reads_earlier_layer)
 
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from moeserve.distributed.groups import Groups
 from moeserve.kv.layer_cache import CacheItems, CacheNeeds, Places
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.step_inputs import StepInputs
 
 
 class RankModel(Protocol):
     """A `Decoder`, or a model of transformers' own code, with the members that a worker uses."""
 
-    config: ModelConfig
-    context: ModelContext
+    config: ModelSpec
+    context: BuildContext
     groups: Groups
     dispatchers: DispatcherFactory
     stage: range  # layers of this rank

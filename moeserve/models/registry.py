@@ -12,16 +12,17 @@ from pkgutil import iter_modules
 from typing import Any, Literal
 
 from moeserve.config.facts import CheckpointFacts
-from moeserve.config.settings import DtypeName, ModelImplName
+from moeserve.config.settings import DtypeName, ModelImplName, QuantizationName
 from moeserve.errors import CheckpointError
 from moeserve.models import families
+from moeserve.models.checkpoint.experts import are_in_mxfp4
 from moeserve.models.checkpoint.tied_head import stored_head_is_tied
 from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
 from moeserve.models.config_defaults import defaults_of
 from moeserve.models.config_values import TIED, ConfigValues, read_json
 from moeserve.models.family import Family, inside_other_model
 from moeserve.models.gguf.names import with_gguf_names
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.models.unsupported import unsupported
 
 logger = logging.getLogger(__name__)
@@ -46,18 +47,26 @@ class Description:
     """The description of a checkpoint, without its weights."""
 
     family: Family
-    model: ModelConfig
+    model: ModelSpec
     dtype: DtypeName  # dtype of weights that are not quantised
     weight_format: WeightFormat
     has_stored_head: bool = False  # the checkpoint stores a head although its config says that it is the embedding
 
-    def with_draft_layer(self) -> Description:
-        """Return the description with the model's MTP layer, so that its tensors are loaded."""
-        return replace(self, model=self.model.with_draft_layer())
+    def with_draft_layers(self, num_drafts: int) -> Description:
+        """Return the description with the model's MTP modules, so that their tensors are loaded.
+
+        Args:
+            num_drafts: number of draft tokens of a request in a step.
+        """
+        return replace(self, model=self.model.with_draft_layers(num_drafts))
 
     def keeps_mxfp4(self, dtype: DtypeName) -> bool:
         """Return True if experts in MXFP4 are kept without decoding, provided that there are kernels for them."""
         return dtype == "bfloat16" and self.weight_format.is_mxfp4
+
+    def keeps_gguf(self, dtype: DtypeName, quantization: QuantizationName | None = None) -> bool:
+        """Return True if weights in a type of GGUF are kept where there are kernels for it."""
+        return dtype == "bfloat16" and self.weight_format.is_gguf and quantization in (None, "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -72,13 +81,14 @@ def read_facts(
     folder: str | Path,
     model_impl: Literal["auto", ModelImplName] = "auto",
     *,
-    with_draft_layer: bool = False,
+    num_drafts: int = 0,
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> CheckpointFacts:
     """Return the facts that the engine needs before it loads a checkpoint (a folder or a GGUF file).
 
     Args:
-        with_draft_layer: include the multi-token prediction (MTP) layer if there is one.
+        num_drafts: number of tokens that multi-token prediction (MTP) drafts in a step. Its modules are included if the
+            checkpoint has them.
         hf_overrides: changes to config.json.
 
     Raises:
@@ -95,8 +105,8 @@ def read_facts(
             TIED,
         )
     is_foreign = model_impl == "transformers"
-    if with_draft_layer and description.model.draft_layer is not None:
-        description = description.with_draft_layer()
+    if num_drafts and description.model.draft is not None:
+        description = description.with_draft_layers(num_drafts)
     return CheckpointFacts(
         path=str(folder),
         dtype=description.dtype,
@@ -111,7 +121,7 @@ def read_facts(
         quantization=description.weight_format.method,
         has_mxfp4=description.weight_format.is_mxfp4,
         needs=description.model.needs,
-        has_draft_layer=description.model.num_draft_layers > 0,
+        num_draft_layers=description.model.num_draft_layers,
         first_layers=description.model.first_layers,
     )
 
@@ -145,6 +155,10 @@ def describe(
     if weight_format.is_gguf:
         family = with_gguf_names(family)
     model, has_stored_head = family.read(config), False
+    # Configs of compressed-tensors name modules by patterns that need not be those of the checkpoint's tensors.
+    if weight_format.is_mxfp4 and weight_format.method == "compressed-tensors":
+        is_mxfp4 = are_in_mxfp4(config.path.parent, weight_format, family, model.num_decoder_layers)
+        weight_format = replace(weight_format, is_mxfp4=is_mxfp4)
     if model_impl != "transformers" and (model.tie_word_embeddings or is_said_to_be_tied):
         is_tied = stored_head_is_tied(config.path.parent, weight_format, family)
         if is_tied is not None:

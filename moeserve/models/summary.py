@@ -15,14 +15,17 @@ from moeserve.config.resolve_cache import is_float8_cache
 from moeserve.config.settings import CacheDtypeName, DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.kv.layer_cache import CacheNeeds
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import AnyWeights, Weights
+from moeserve.models.checkpoint.gguf_blocks import keep_gguf
 from moeserve.models.checkpoint.packing import weights_of
+from moeserve.models.checkpoint.shards import Checkpoint
 from moeserve.models.decoder import Decoder
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.models.registry import Description
+from moeserve.models.weight_mapping import destinations
 from moeserve.ops.select import select_backend
 
 
@@ -31,7 +34,7 @@ class Part:
     """The number of parameters of one kind, in all layers together."""
 
     name: str
-    dtype: str  # "mxfp4", or torch's name of a dtype
+    dtype: str  # "mxfp4", a type of GGUF, or torch's name of a dtype
     num_parameters: int
     num_active: int  # parameters that one token uses: one row of the embedding, and only the chosen experts
     num_bytes: int
@@ -68,6 +71,7 @@ def summarize(
     placements: Sequence[Placement] | None = None,
     stage: range | None = None,
     kv_cache_dtype: CacheDtypeName = "auto",
+    checkpoint: Checkpoint | None = None,
 ) -> Summary:
     """Count the parameters of a model, or of one of its ranks, by kind.
 
@@ -75,6 +79,7 @@ def summarize(
         groups: the groups of the rank; None: the whole model.
         placements: the placement of each sparse layer; None: each expert once, in order.
         stage: indices of the rank's layers; None: all layers.
+        checkpoint: the tensors of a GGUF file, of which some stay as they are stored; None: all are dequantised.
 
     Raises:
         SettingsError: `kv_cache_dtype` does not support this model.
@@ -84,19 +89,22 @@ def summarize(
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
     stage = range(len(config.layers)) if stage is None else stage
-    meta = torch.device("meta")
+    keeps_gguf = checkpoint is not None and description.keeps_gguf(dtype)
+    device = torch.device("cpu" if keeps_gguf else "meta")
     quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
-    has_float8_cache = is_float8_cache(kv_cache_dtype, config.needs)
-    context = ModelContext(
-        select_backend(meta),
+    context = BuildContext(
+        select_backend(device, getattr(torch, dtype)),
         groups,
         getattr(torch, dtype),
-        meta,
+        device,
         quantization,
-        has_float8_cache=has_float8_cache,
+        has_memory=not keeps_gguf,
+        has_float8_cache=is_float8_cache(kv_cache_dtype, config.needs),
         block_size=config.needs.block_size,
     )
     model = _build_without_memory(config, placements, context, stage)
+    if checkpoint is not None and keeps_gguf:
+        keep_gguf(checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes).into)
     counts = _Counts()
     rows_used = config.vocab_size if config.tie_word_embeddings else 1  # a tied output head uses all rows
     if model.embedding is not None:
@@ -116,6 +124,18 @@ def summarize(
         num_sparse_layers=len(config.of_stage(placements, stage)),
         cache=model.cache_needs,
     )
+
+
+def quantised_bytes(description: Description, dtype: DtypeName, quantization: QuantizationName) -> int:
+    """Return the memory of the weights on one CPU rank with this setting of `quantization`."""
+    cpu = torch.device("cpu")
+    torch_dtype = getattr(torch, dtype)
+    context = BuildContext(
+        select_backend(cpu, torch_dtype), groups_of_one_rank(), torch_dtype, cpu, quantization, has_memory=False
+    )
+    config = description.model
+    placements = config.place_experts(1)
+    return loading_memory(_build_without_memory(config, placements, context, range(len(config.layers)))).kept
 
 
 @dataclass(frozen=True)
@@ -150,7 +170,7 @@ def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingM
 
 
 def _build_without_memory(
-    config: ModelConfig, placements: Sequence[Placement], context: ModelContext, stage: range
+    config: ModelSpec, placements: Sequence[Placement], context: BuildContext, stage: range
 ) -> Decoder:
     ep = context.groups.ep
     dispatchers = TorchDispatchers("local" if ep.world_size == 1 else "allgather", ep, context)
@@ -164,12 +184,12 @@ def _kept_bytes(weights: AnyWeights) -> int:
 
 
 def _open_bytes(weights: AnyWeights) -> int:
-    return sum(tensor.nbytes for tensor in weights.open_tensors)
+    return weights.num_open_bytes
 
 
 def _is_replaced(weights: AnyWeights) -> bool:
     """Return True if the weights are packed into new memory, and the memory of the open weights is released."""
-    return weights.packs and not weights.is_borrowed and not weights.packs_in_place
+    return weights.packs and not weights.is_borrowed and not weights.packs_in_place and not weights.gguf_rows
 
 
 class _Counts:
@@ -185,13 +205,16 @@ class _Counts:
             for parameter_name, parameter in part.named_parameters(recurse=False):
                 is_encoded = is_mxfp4 and parameter_name in ("memory", "scales")
                 dtype = "mxfp4" if is_encoded else str(parameter.dtype).removeprefix("torch.")
+                num_bytes = parameter.nbytes
+                if parameter_name == "memory" and isinstance(part, Weights) and part.gguf_rows:
+                    dtype, num_bytes = "+".join(sorted({rows.format for rows in part.gguf_rows})), part.num_packed_bytes
                 total = self._totals.setdefault((name, dtype), [0, 0, 0])
                 count = parameter.numel()
                 if is_encoded:
                     count = 2 * count if parameter_name == "memory" else 0
                 total[0] += count
                 total[1] += count * active[0] // active[1]
-                total[2] += parameter.nbytes
+                total[2] += num_bytes
 
     def parts(self) -> tuple[Part, ...]:
         return tuple(Part(name, dtype, *totals) for (name, dtype), totals in self._totals.items())

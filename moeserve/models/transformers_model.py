@@ -21,23 +21,23 @@ from torch.nn import functional
 
 from moeserve.errors import CheckpointError, missing_extra
 from moeserve.kv.layer_cache import CacheItems, CacheNeeds, Places
-from moeserve.layers.context import ModelContext
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig, key_value_items, make_key_value_cache
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.grouped_query.attention import AttentionSpec, key_value_items, make_key_value_cache
 from moeserve.layers.moe.dispatch.base import PackedTokens
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.layers.moe.placement.load import ExpertLoad
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
 from moeserve.layers.rotary import NO_ROTARY, Rotaries
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops import attention as attention_operations
 from moeserve.ops import pairs
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.step_inputs import StepInputs
 
 _numbers = itertools.count()  # numbers the models of this process, because transformers registers functions by name
@@ -51,7 +51,7 @@ def family_of(architecture: str) -> Family:
     return Family(name=f"transformers' {architecture}", architecture=architecture, read=read_shape)
 
 
-def read_shape(config: ConfigValues) -> ModelConfig:
+def read_shape(config: ConfigValues) -> ModelSpec:
     """Return the shape of a checkpoint's model, by a trial run without weights.
 
     Raises:
@@ -60,8 +60,8 @@ def read_shape(config: ConfigValues) -> ModelConfig:
         SettingsError: transformers is not installed.
     """
     layers: list[Layer] = []
-    attentions: list[AttentionConfig] = []
-    experts: dict[int, MoEConfig] = {}
+    attentions: list[AttentionSpec] = []
+    experts: dict[int, MoESpec] = {}
     refuse = _Refusal(config.path)
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
@@ -71,8 +71,8 @@ def read_shape(config: ConfigValues) -> ModelConfig:
     def run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         weight = module.down_proj
         width = weight.shape[1 if module.is_transposed else 2]
-        router = RouterConfig(num_experts=len(weight), top_k=experts_TK.shape[1])
-        experts[len(attentions) - 1] = MoEConfig(router=router, expert_width=width)
+        router = RouterSpec(num_experts=len(weight), top_k=experts_TK.shape[1])
+        experts[len(attentions) - 1] = MoESpec(router=router, expert_width=width)
         return torch.empty_like(hidden_TD)
 
     model = _build(config.path.parent, attend, run_experts, torch.device("meta"), None)
@@ -94,8 +94,8 @@ def read_shape(config: ConfigValues) -> ModelConfig:
     if not experts:
         raise refuse("none of its layers has experts behind transformers' experts interface")
     for number, attention in enumerate(attentions):
-        layers.append(Layer.of(attention, experts.get(number, DenseConfig(width=0))))
-    return ModelConfig(
+        layers.append(Layer.of(attention, experts.get(number, DenseSpec(width=0))))
+    return ModelSpec(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         layers=tuple(layers),
@@ -117,7 +117,7 @@ class _Refusal:
 
 def _attention_config(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any], refuse: _Refusal
-) -> AttentionConfig:
+) -> AttentionSpec:
     """Return the shape of the attention that a module calls."""
     if value.shape[:3] != key.shape[:3] or value.shape[3] > key.shape[3]:
         raise refuse(f"its values have the shape {list(value.shape)}, and its keys {list(key.shape)}")
@@ -126,7 +126,7 @@ def _attention_config(
     for name in ("softcap", "position_bias", "cu_seq_lens_q"):
         if settings.get(name) is not None:
             raise refuse(f"its attention has {name}={settings[name]!r}")
-    return AttentionConfig(
+    return AttentionSpec(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[3],
@@ -193,7 +193,7 @@ class ForeignExperts(nn.Module):
     """The experts of one layer on this rank, with transformers' activation and our dispatch."""
 
     def __init__(
-        self, module: Any, placement: Placement, dispatchers: DispatcherFactory, context: ModelContext
+        self, module: Any, placement: Placement, dispatchers: DispatcherFactory, context: BuildContext
     ) -> None:
         """Keep the weights of this rank's experts in a transformers module, and free those of all other experts."""
         super().__init__()
@@ -254,10 +254,10 @@ class TransformersModel(nn.Module):
     def __init__(
         self,
         folder: Path,
-        config: ModelConfig,
+        config: ModelSpec,
         placements: Sequence[Placement],
         dispatchers: DispatcherFactory,
-        context: ModelContext,
+        context: BuildContext,
     ) -> None:
         super().__init__()
         self.config = config
@@ -267,8 +267,8 @@ class TransformersModel(nn.Module):
         self.stage = range(len(config.layers))
         self._current: _Current | None = None
         networks = [(number, each) for number, layer in enumerate(config.layers) for each in layer.networks]
-        self._attentions = [network for _, network in networks if isinstance(network, AttentionConfig)]
-        self.layers_of_caches = [number for number, network in networks if isinstance(network, AttentionConfig)]
+        self._attentions = [network for _, network in networks if isinstance(network, AttentionSpec)]
+        self.layers_of_caches = [number for number, network in networks if isinstance(network, AttentionSpec)]
         self._backends = [
             attention_operations.make(context.backend, _shape_of(attention, context)) for attention in self._attentions
         ]
@@ -355,7 +355,7 @@ class TransformersModel(nn.Module):
         return output_TD if num_tokens else torch.zeros_like(hidden_TD)
 
 
-def _shape_of(config: AttentionConfig, context: ModelContext) -> AttentionShape:
+def _shape_of(config: AttentionSpec, context: BuildContext) -> AttentionShape:
     return AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,

@@ -13,9 +13,7 @@ from moeserve.models.decoder import Decoder
 
 # Tensors that only the first or the last pipeline stage needs.
 OF_ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-OTHERS_OF_ENDS = {"model.norm.bias", "lm_head.bias"}  # where a model has them
-OTHERS_OF_ENDS |= {f"model.norm.hc_{part}" for part in ("fn", "base", "scale")}
-COPIES = "draft.copy."  # of the embedding and the head, and multi-token prediction layers that are not used
+OTHERS_OF_LAST = ["model.norm.", "lm_head."]  # prefixes of the last stage's other tensors
 
 
 def destinations(model: Decoder, norm_offset: float, stored: Mapping[str, tuple[int, ...]]) -> Destinations:
@@ -32,13 +30,15 @@ def destinations(model: Decoder, norm_offset: float, stored: Mapping[str, tuple[
             ignored.add(name)
         else:
             into.setdefault(name, []).append(place)
-    # Skip layers of other pipeline stages, and MTP layers, which are loaded only for speculative decoding.
-    num_layers = len(model.config.layers) + model.config.num_skipped_layers
-    skipped = [f"model.layers.{number}." for number in range(num_layers) if number not in model.stage]
-    skipped.append("draft." if model.draft_input is None else COPIES)
+    # Skip layers of other pipeline stages, MTP modules that are not used for speculative decoding, and copies of the
+    # embedding and the head in those that are.
+    config, num_used = model.config, len(model.draft_modules)
+    num_modules = max(1, config.num_skipped_layers, 0 if config.draft is None else len(config.draft.layers))
+    skipped = [f"model.layers.{number}." for number in range(config.num_decoder_layers) if number not in model.stage]
+    skipped += [f"draft.{number}." + "copy." * (number < num_used) for number in range(num_modules)]
     ignored |= OF_ENDS - into.keys()
     if model.last is None:
-        ignored |= OTHERS_OF_ENDS
+        skipped += OTHERS_OF_LAST
 
     def is_ignored(name: str) -> bool:
         return name in ignored or name.startswith(tuple(skipped))
@@ -65,8 +65,8 @@ def _rows_of(model: Decoder, norm_offset: float, stored: Mapping[str, tuple[int,
         yield name, some_rows(head.weight, head.share, num_tokens(name), head.weights)
     if head is not None and head.bias is not None:
         yield "lm_head.bias", some_rows(head.bias, head.share, vocab_size)
-    if model.draft_input is not None:
-        yield from model.draft_input.rows(At("draft", stored, norm_offset), shares_norm=model.config.draft_shares_norm)
+    for number, module in enumerate(model.draft_modules):
+        yield from module.rows(At(f"draft.{number}", stored, norm_offset))
     for block in model.blocks:
-        layer = At("draft.layer" if block.is_draft else f"model.layers.{block.layer}", stored, norm_offset)
-        yield from block.rows(layer)
+        prefix = f"model.layers.{block.layer}" if block.module is None else f"draft.{block.module}.layer"
+        yield from block.rows(At(prefix, stored, norm_offset))

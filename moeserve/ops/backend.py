@@ -47,6 +47,7 @@ class Backend:
     libraries: tuple[object, ...] = ()  # opened libraries, of whose names are implementations
     side_stream: SideStream = field(default_factory=InlineStream)
     make_step_graph: Callable[[int, int], StepGraph] | None = None  # (address, bytes of an Arena); None: no CPU graphs
+    packing: Any = None  # the `CpuPacking` for kernels that read weights in another order; None: they read open weights
     allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor] = allocate_weights
     # Results may be zeros inside this context.
     measure_memory_only: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext

@@ -45,7 +45,7 @@ def native_kernels() -> ModuleType | None:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the number of threads of an operation, including the caller. Torch and the C++ kernels share the threads.
+    """Set the number of threads, including the caller, of the C++ kernels and of this thread's operations of torch.
 
     Raises:
         ValueError: the number is less than 1.

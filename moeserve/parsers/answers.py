@@ -84,11 +84,13 @@ class MarkedAnswer:
         reasoning: the markers around reasoning, which comes first; None: no reasoning.
         call: the format of a tool call; None: no tool calls.
         section: the markers around the section of all calls; None: calls are not in a section.
+        dropped: markers around content.
     """
 
     reasoning: tuple[str, str] | None
     call: CallSyntax | None = None
     section: tuple[str, str] | None = None
+    dropped: tuple[str, ...] = ()
 
     @property
     def _call_begins(self) -> tuple[str, ...]:
@@ -101,13 +103,12 @@ class MarkedAnswer:
         marker = None
         if self.reasoning is not None:
             marker = yield from self._read_reasoning(reader, outlet, options, content)
+        begins = (*self.dropped, *(() if call is None else self._call_begins))
         if call is None:
-            yield from reader.run(_ANYTHING, content)
-            content.flush()
+            yield from _read_content(reader, content, begins)
             return
 
         types = ParameterTypes(options.tools)
-        begins = self._call_begins
         ends: tuple[str, ...] = ()  # end markers of the open parts
         while True:
             if marker is None:
@@ -115,7 +116,7 @@ class MarkedAnswer:
             if marker is None:
                 content.flush()
                 return
-            if marker in ends:
+            if marker in ends or marker in self.dropped:
                 ends = tuple(end for end in ends if end != marker)
                 content.after_marker()
             else:
@@ -167,3 +168,11 @@ class MarkedAnswer:
             if not (yield from reader.accept(call.begin)):
                 return False
         return (yield from call.read(reader, outlet, types))
+
+
+def _read_content(reader: Reader, content: Trimmed, dropped: tuple[str, ...]) -> Step[None]:
+    """Read content without calls to its end."""
+    while dropped and (yield from reader.until(dropped, content)) is not None:
+        content.after_marker()
+    yield from reader.run(_ANYTHING, content)
+    content.flush()

@@ -13,6 +13,7 @@ from moeserve.parsers.reader import Reader, Step
 _NAME = re.compile(r"[\w.:/-]*")  # characters allowed in a function's name
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
+_OTHER_KEYS = {"tool_name": "name", "args": "arguments", "tool_call_id": "id"}  # of Cohere and Inkling
 
 
 class CallSyntax(Protocol):
@@ -83,10 +84,10 @@ class NamedCall:
             return (yield from JsonCalls(self.begin, self.end).read(reader, outlet, types))
         if self.name_begin:
             yield from reader.accept(self.name_begin)
-        name = yield from _read_name(reader)
+        name = yield from read_name(reader)
         call_id = None
         if self.id_begin and (yield from reader.accept(self.id_begin)):
-            call_id = yield from _read_name(reader)
+            call_id = yield from read_name(reader)
         if self.name_in_id:
             match = re.fullmatch(self.name_in_id, name)
             name, call_id = match[1] if match else "", name
@@ -118,6 +119,7 @@ class TaggedCall:
         key_end: the markers between the name of a parameter and its value.
         value_end: the marker after a value.
         has_value_lines: values are on separate lines.
+        flags: the markers after `key_end`, of a value that is a string, and of one that is JSON; empty: none.
     """
 
     begin: str
@@ -127,11 +129,12 @@ class TaggedCall:
     value_end: str
     end: str
     has_value_lines: bool = False
+    flags: tuple[str, ...] = ()
 
     def read(self, reader: Reader, outlet: Outlet, types: ParameterTypes) -> Step[bool]:
         if (yield from reader.peek()) == "{":
             return (yield from JsonCalls(self.begin, self.end).read(reader, outlet, types))
-        name = yield from _read_name(reader)
+        name = yield from read_name(reader)
         if not name or (self.name_end and not (yield from reader.accept(self.name_end))):
             return False
         marker = yield from reader.accept(self.key_begin, self.end)
@@ -161,17 +164,19 @@ class TaggedCall:
             return False
         for marker in further:
             yield from reader.accept(marker)
+        is_text = self.flags and (yield from reader.accept(*self.flags)) == self.flags[0]
         pieces.clear()
         found = yield from reader.until((self.value_end,), pieces.append)
         value = "".join(pieces)
         if self.has_value_lines:
             value = value.removeprefix("\n").removesuffix("\n")
-        text = types.to_json(function, key, value) if found else quoted(value)[:-1]
+        whole = quoted(value) if is_text else types.to_json(function, key, text=value)
+        text = whole if found else quoted(value)[:-1]
         outlet.add_arguments(f"{quoted(key)}: {text}")
         return found is not None
 
 
-def _read_name(reader: Reader) -> Step[str]:
+def read_name(reader: Reader) -> Step[str]:
     """Return the following characters that are allowed in a name; empty if there are none."""
     pieces: list[str] = []
     yield from reader.peek()
@@ -188,6 +193,7 @@ def _read_object(reader: Reader, outlet: Outlet) -> Step[bool]:
     separator: str | None = ","
     while separator == ",":
         key = yield from read_string(reader)
+        key = None if key is None else _OTHER_KEYS.get(key, key)
         if key not in _KEYS or key in texts or not (yield from reader.accept(":")):
             return False
         is_object = (yield from reader.peek()) == "{"

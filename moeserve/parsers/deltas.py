@@ -47,6 +47,7 @@ class Outlet:
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.num_calls = 0
+        self.last_name = ""  # of the last call
         self._new_id = new_id
         self._ids: set[str] = set()
         self._content: list[str] = []
@@ -66,6 +67,7 @@ class Outlet:
         self._ids.add(call_id)
         self._calls.append(_Call(self.num_calls, call_id, name))
         self.num_calls += 1
+        self.last_name = name
 
     def add_arguments(self, text: str) -> None:
         """Add text to the arguments of the last call."""
@@ -113,6 +115,25 @@ class Trimmed:
         """Write the white space that was held back, because no marker follows."""
         self._write("".join(self._space))
         self._space = []
+
+
+class Messages:
+    """The texts of messages of one kind, separated by line breaks."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._has_text = False
+        self._is_new = False
+
+    def begin(self) -> Trimmed:
+        """Return a sink for a message's text."""
+        self._is_new = self._has_text
+        return Trimmed(self.write, strips_start=True)
+
+    def write(self, text: str) -> None:
+        self._write("\n" + text if self._is_new and text else text)
+        self._is_new = self._is_new and not text
+        self._has_text = self._has_text or bool(text)
 
 
 def new_call_id() -> str:

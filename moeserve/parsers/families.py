@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,22 @@ from moeserve.parsers.answers import AnswerParser, AnswerSyntax, MarkedAnswer, P
 from moeserve.parsers.calls import JsonCalls, NamedCall, TaggedCall
 from moeserve.parsers.deltas import new_call_id
 from moeserve.parsers.harmony import HarmonyAnswer
+from moeserve.parsers.inkling import InklingAnswer
+from moeserve.parsers.nested_calls import ElementCall, NotationCall
 
 THINK = ("<think>", "</think>")
 DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+DSML = "｜DSML｜"
+INVOKE = TaggedCall(
+    begin='<invoke name="',
+    name_end='">',
+    key_begin='<parameter name="',
+    key_end=('">',),
+    value_end="</parameter>",
+    end="</invoke>",
+)
+MINIMAX_M3 = "]<]minimax[>["
 KIMI_CALLS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 
@@ -106,6 +119,10 @@ def find_parser(name: str | None, *, model_type: str, chat_template: str | None)
     Raises:
         SettingsError: no family has this name.
     """
+    suffix = re.search(r"<(?:tool_calls|arg_key)(:[\w-]+)>", chat_template or "")
+    if chat_template is not None and suffix is not None:
+        found = find_parser(name, model_type=model_type, chat_template=chat_template.replace(suffix[1], ""))
+        return _hunyuan(suffix[1]).get(found.name, found)
     if name is not None:
         name = OTHER_NAMES.get(name, name)
         if name not in FAMILIES:
@@ -126,8 +143,147 @@ def _by_name(*families: ParserFamily) -> dict[str, ParserFamily]:
     return {family.name: family for family in families}
 
 
+def _hunyuan(suffix: str) -> dict[str, ParserFamily]:
+    """Return the families of Hy3 and Hy4, whose checkpoints may have a suffix in the names of all tags."""
+    section = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>")
+    begin, end, separator = f"<tool_call{suffix}>", f"</tool_call{suffix}>", f"<tool_sep{suffix}>"
+
+    def family(name: str, name_end: str) -> ParserFamily:
+        return ParserFamily(
+            name=name,
+            syntax=MarkedAnswer(
+                reasoning=(f"<think{suffix}>", f"</think{suffix}>"),
+                section=section,
+                call=TaggedCall(
+                    begin=begin,
+                    name_end=name_end,
+                    key_begin=f"<arg_key{suffix}>",
+                    key_end=(f"</arg_key{suffix}>", f"<arg_value{suffix}>"),
+                    value_end=f"</arg_value{suffix}>",
+                    end=end,
+                ),
+            ),
+            forced_calls=ForcedCalls(f'{begin}{{"name": "', '", "arguments": ', f"}}{end}", "\n", *section),
+            template_marks=(section[0], name_end or "<arg_key>"),
+            model_types=(name,),
+            keeps_special_tokens=True,
+        )
+
+    return _by_name(family("hy_v3", separator), family("hy_v4", ""))
+
+
+def _dsml(name: str, section: str) -> ParserFamily:
+    """Return a family of DeepSeek that writes calls as elements, in a section of this name."""
+    return ParserFamily(
+        name=name,
+        syntax=MarkedAnswer(
+            reasoning=THINK,
+            section=(f"<{DSML}{section}>", f"</{DSML}{section}>"),
+            call=TaggedCall(
+                begin=f'<{DSML}invoke name="',
+                name_end='">',
+                key_begin=f'<{DSML}parameter name="',
+                key_end=('" string="',),
+                flags=('true">', 'false">'),
+                value_end=f"</{DSML}parameter>",
+                end=f"</{DSML}invoke>",
+            ),
+        ),
+        forced_calls=ForcedCalls(
+            '{"name": "', '", "arguments": ', "}\n", "", f"<{DSML}{section}>\n", f"</{DSML}{section}>"
+        ),
+        template_marks=(DSML, f"{section}>"),
+        model_types=(name,),
+        keeps_special_tokens=True,
+    )
+
+
 # Detection selects the first family whose marks are all in the template.
 FAMILIES = _by_name(
+    *_hunyuan("").values(),
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
+    ParserFamily(
+        name="minimax_m3",
+        syntax=MarkedAnswer(
+            reasoning=("<mm:think>", "</mm:think>"),
+            section=(f"{MINIMAX_M3}<tool_call>", f"{MINIMAX_M3}</tool_call>"),
+            call=ElementCall(prefix=MINIMAX_M3, name_begin='<invoke name="', name_end='">', last="/invoke"),
+        ),
+        forced_calls=ForcedCalls(
+            '{"name": "',
+            '", "arguments": ',
+            "}\n",
+            "",
+            f"{MINIMAX_M3}<tool_call>\n",
+            f"{MINIMAX_M3}</tool_call>",
+        ),
+        template_marks=(MINIMAX_M3,),
+        model_types=("minimax_m3_vl", "minimax_m3_vl_text"),
+        keeps_special_tokens=True,
+    ),
+    ParserFamily(
+        name="longcat",
+        syntax=MarkedAnswer(
+            reasoning=("<longcat_think>", "</longcat_think>"),
+            call=JsonCalls("<longcat_tool_call>", "</longcat_tool_call>"),
+        ),
+        forced_calls=ForcedCalls(
+            '<longcat_tool_call>\n{"name": "', '", "arguments": ', "}\n</longcat_tool_call>", "\n"
+        ),
+        template_marks=("<longcat_tool_call>",),
+        model_types=("longcat_flash",),
+        keeps_special_tokens=True,
+    ),
+    ParserFamily(
+        name="dots",
+        syntax=MarkedAnswer(
+            reasoning=THINK,
+            section=("<dots_function_call>", "</dots_function_call>"),
+            call=INVOKE,
+        ),
+        forced_calls=ForcedCalls(
+            '{"name": "', '", "arguments": ', "}\n", "", "<dots_function_call>\n", "</dots_function_call>"
+        ),
+        template_marks=("<dots_function_call>",),
+        keeps_special_tokens=True,
+    ),
+    ParserFamily(
+        name="gemma4",
+        syntax=MarkedAnswer(
+            reasoning=("<|channel>thought", "<channel|>"),
+            call=NotationCall("<|tool_call>", name_begin="call:", quote='<|"|>', end="<tool_call|>"),
+        ),
+        forced_calls=ForcedCalls('<|tool_call>{"name": "', '", "arguments": ', "}<tool_call|>"),
+        template_marks=("<|tool_call>call:",),
+        model_types=("gemma4", "gemma4_text"),
+        keeps_special_tokens=True,
+    ),
+    # Command A and Cohere2 MoE. Newer ones have START_TEXT in place of START_RESPONSE.
+    ParserFamily(
+        name="cohere",
+        syntax=MarkedAnswer(
+            reasoning=("<|START_THINKING|>", "<|END_THINKING|>"),
+            call=JsonCalls("<|START_ACTION|>", "<|END_ACTION|>"),
+            dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        ),
+        forced_calls=ForcedCalls(
+            '{"tool_name": "', '", "parameters": ', "}", ", ", "<|START_ACTION|>[", "]<|END_ACTION|>"
+        ),
+        template_marks=("<|START_ACTION|>",),
+        model_types=("cohere2_moe",),
+        keeps_special_tokens=True,
+    ),
+    ParserFamily(
+        name="inkling",
+        syntax=InklingAnswer(),
+        forced_calls=ForcedCalls(
+            '<|content_invoke_tool_json|>{"name": "', '", "args": ', "}<|end_message|>", "<|message_model|>"
+        ),
+        template_marks=("<|message_model|>",),
+        model_types=("inkling", "inkling_text", "inkling_mm_model"),
+        keeps_special_tokens=True,
+    ),
     # Qwen3-Coder.
     ParserFamily(
         name="qwen3_coder",
@@ -272,14 +428,7 @@ FAMILIES = _by_name(
         syntax=MarkedAnswer(
             reasoning=THINK,
             section=("<minimax:tool_call>", "</minimax:tool_call>"),
-            call=TaggedCall(
-                begin='<invoke name="',
-                name_end='">',
-                key_begin='<parameter name="',
-                key_end=('">',),
-                value_end="</parameter>",
-                end="</invoke>",
-            ),
+            call=INVOKE,
         ),
         forced_calls=ForcedCalls(
             '{"name": "', '", "arguments": ', "}\n", "", "<minimax:tool_call>\n", "</minimax:tool_call>"
@@ -298,13 +447,21 @@ FAMILIES = _by_name(
 )
 # Further names of families, most of them those of parsers in vLLM.
 OTHER_NAMES = {
+    "cohere_command3": "cohere",
+    "cohere_command4": "cohere",
     "deepseek_r1": "hermes",
     "glm47": "glm45",
+    "hunyuan_a13b": "minimax_m1",
+    "jamba": "minimax_m1",
+    "kolibri1": "hermes",
+    "mimo": "qwen3_coder",
     "minimax": "minimax_m1",
     "minimax_m2_append_think": "minimax_m2",
     "openai": "gpt_oss",
     "openai_gptoss": "gpt_oss",
+    "poolside_v1": "glm45",
     "qwen3": "hermes",
     "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
     "think": "hermes",
 }

@@ -7,11 +7,10 @@ its vocabulary file at its first use, so it does not work without a network.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from moeserve.parsers.answers import ParserOptions
-from moeserve.parsers.deltas import Outlet, Trimmed
+from moeserve.parsers.deltas import Messages, Outlet, Trimmed
 from moeserve.parsers.json_text import read_value
 from moeserve.parsers.reader import Reader, Step, drop
 
@@ -41,8 +40,8 @@ class HarmonyAnswer:
     reasoning: tuple[str, str] | None = None
 
     def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
-        content = _Messages(outlet.add_content)
-        reasoning = _Messages(outlet.add_reasoning) if options.parse_reasoning else content
+        content = Messages(outlet.add_content)
+        reasoning = Messages(outlet.add_reasoning) if options.parse_reasoning else content
         outside = Trimmed(content.write)  # text outside of messages
         reader.record()
         marker = yield from reader.accept(_START, _CHANNEL, _MESSAGE, "to=")
@@ -75,8 +74,8 @@ def _read_text(
     reader: Reader,
     outlet: Outlet,
     options: ParserOptions,
-    content: _Messages,
-    reasoning: _Messages,
+    content: Messages,
+    reasoning: Messages,
 ) -> Step[str | None]:
     """Read the text of a message. If the next message follows at once, return the marker that begins it."""
     name = header["recipient"] or header["first_recipient"]
@@ -96,22 +95,3 @@ def _read_text(
         marker = yield from reader.until(ends, pieces.append)
         outlet.add_arguments("".join(pieces).strip() or ("" if marker is None else "{}"))
     return None if marker in _ENDS else marker
-
-
-class _Messages:
-    """The texts of messages of one kind, separated by line breaks."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._has_text = False
-        self._is_new = False
-
-    def begin(self) -> Trimmed:
-        """Return a sink for a message's text."""
-        self._is_new = self._has_text
-        return Trimmed(self.write, strips_start=True)
-
-    def write(self, text: str) -> None:
-        self._write("\n" + text if self._is_new and text else text)
-        self._is_new = self._is_new and not text
-        self._has_text = self._has_text or bool(text)

@@ -91,13 +91,16 @@ class ParameterTypes:
             if isinstance(function, Mapping):
                 self._schemas[function.get("name")] = function.get("parameters")
 
-    def to_json(self, function: str, parameter: str, text: str) -> str:
-        """Return the JSON text of a parameter's value.
+    def to_json(self, function: str, *path: str, text: str) -> str:
+        """Return the JSON text of a parameter's value, or of a value in it.
 
         A text that is valid JSON of a type other than string is returned unchanged if the parameter's schema allows
         that type or does not allow strings. Every other text becomes a JSON string.
+
+        Args:
+            path: the parameter, and the names of values within it. Any name stands for an item of a list.
         """
-        types = self._types(function, parameter)
+        types = self._types(function, path)
         if types == {"string"}:
             return quoted(text)
         literal = _PYTHON_LITERALS.get(text.strip(), text.strip())
@@ -109,11 +112,17 @@ class ParameterTypes:
             return quoted(text)
         return literal
 
-    def _types(self, function: str, parameter: str) -> set[str]:
-        """Return the types that a parameter's schema allows; empty if it does not restrict them."""
-        root = self._schemas.get(function)
-        properties = root.get("properties") if isinstance(root, Mapping) else None
-        return _types_in(properties.get(parameter), root, set()) if isinstance(properties, Mapping) else set()
+    def _types(self, function: str, path: Sequence[str]) -> set[str]:
+        """Return the types that the schema of a value allows; empty if it does not restrict them."""
+        root = schema = self._schemas.get(function)
+        for name in path:
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            schema = properties.get(name) if isinstance(properties, Mapping) else _items_of(schema)
+        return _types_in(schema, root, set())
+
+
+def _items_of(schema: Any) -> Any:
+    return schema.get("items") if isinstance(schema, Mapping) else None
 
 
 def _types_in(schema: Any, root: Any, visited: set[int]) -> set[str]:

@@ -2,8 +2,11 @@
 
 Most terms of `CALIBRATED` come from the kernel benchmarks that DeepEP, DeepGEMM and FlashMLA publish. Two terms,
 `passes` here and `Assumptions.expert_imbalance`, are each fitted to one published measurement of a whole system.
-docs/published_figures.md lists the sources and compares the model with other systems; tests/unit/test_calibration.py
-repeats the fits.
+docs/planning.md compares the model with other systems; tests/unit/test_calibration.py repeats the fits. Sources:
+https://github.com/deepseek-ai/DeepGEMM/blob/78cacf70d41d15d688bd493ebc85845f7f2a3d5d/README.md,
+https://github.com/deepseek-ai/FlashMLA, https://github.com/pytorch/benchmark/pull/2391 (FlashAttention-3),
+https://github.com/deepseek-ai/DeepEP/blob/main/docs/legacy.md, https://github.com/deepseek-ai/profile-data,
+https://lmsys.org/blog/2025-05-05-large-scale-ep (SGLang).
 """
 
 from __future__ import annotations

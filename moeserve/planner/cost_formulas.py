@@ -1,8 +1,47 @@
-"""The formulas of the cost model."""
+"""The formulas of the cost model, and the terms of a step's time that are computed by them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
 from moeserve.planner.formula import Formula
+
+# "before" and "after" are relative to reading the KV cache. "before" includes shared experts and dense networks;
+# "after" includes attention itself and the router.
+Kind: TypeAlias = Literal["before", "after", "experts", "dispatch", "combine", "head"]
+# The rows on which the time of a part depends: those of a replica, of one of its tp ranks, of all replicas, of the
+# experts of a rank, those exchanged, none, those handed to the next stage, and those that the output head reads.
+Rows: TypeAlias = Literal["replica", "rank", "all", "expert", "exchanged", "pairs", "none", "stage", "last"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step in one stage. Its formula still lacks the quantities of a particular step."""
+
+    name: str
+    template: str
+    constants: Mapping[str, float]
+    count: int
+    kind: Kind
+    rows: Rows = "replica"
+    window: int | None = None  # maximum positions that a token attends to; None: no limit
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a step's time."""
+
+    formula: Formula
+    count: int  # occurrences in the step
+    kind: Kind
+    stage: int  # pipeline stage
+
+    @property
+    def seconds(self) -> float:
+        return self.formula.value * self.count
+
 
 PRODUCTS = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
 # Decoding reads the KV cache for every pair. In prefill many tokens share each position read, so it is compute-bound.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias, get_args
 
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import describe
@@ -115,20 +115,19 @@ def estimate_layouts(
     description = describe(found.model, hf_overrides=found.hf_overrides)
 
     def estimate(layout: Layout) -> Estimate:
-        def costs_at(speed: Speed, *, overlap: bool = assumptions.overlap) -> LayoutCosts:
-            at_speed = replace(assumptions, speed=speed, overlap=overlap)
-            return LayoutCosts(description, found, layout, hardware, at_speed, ranks_per_node)
+        def costs_of(speed: Speed, overlap: bool) -> LayoutCosts:
+            assumed = replace(assumptions, speed=speed, overlap=overlap)
+            return LayoutCosts(description, found, layout, hardware, assumed, ranks_per_node)
 
-        return _estimate(
-            layout, costs_at, assumptions.speed, hardware, traffic.lengths, decode_requests, prefill_tokens
-        )
+        costs = {(speed, overlap): costs_of(speed, overlap) for speed in get_args(Speed) for overlap in (False, True)}
+        return _estimate(layout, costs, assumptions, hardware, traffic.lengths, decode_requests, prefill_tokens)
 
+    in_mxfp4 = ", experts in mxfp4" if has_mxfp4(description, assumptions, found.dtype) else ""
     return Estimates(
         hardware=hardware.name,
         num_nodes=found.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
-        weights=("fp8" if is_fp8(description, assumptions) else found.dtype)
-        + (", experts in mxfp4" if has_mxfp4(description, assumptions, found.dtype) else ""),
+        weights=("fp8" if is_fp8(description, assumptions) else found.dtype) + in_mxfp4,
         assumptions=assumptions,
         lengths=traffic.lengths,
         traffic_note=traffic.note,
@@ -136,35 +135,26 @@ def estimate_layouts(
     )
 
 
-class _CostsAt(Protocol):
-    def __call__(self, speed: Speed, *, overlap: bool = ...) -> LayoutCosts: ...
+_Costs: TypeAlias = dict[tuple[Speed, bool], LayoutCosts]  # by speed, and with two-batch overlap or without
 
 
 def _estimate(
     layout: Layout,
-    costs_at: _CostsAt,
-    speed: Speed,
+    costs: _Costs,
+    assumptions: Assumptions,
     hardware: Hardware,
     lengths: Lengths,
     decode_requests: int,
     prefill_tokens: int,
 ) -> Estimate:
-    def gain(speed: Speed, load: ReplicaLoad) -> OverlapGain:
-        return _overlap_gain(costs_at(speed, overlap=False), costs_at(speed, overlap=True), load)
-
-    optimum, calibrated = costs_at("optimum"), costs_at("calibrated")
-    costs = calibrated if speed == "calibrated" else optimum
-
-    def phase(load: ReplicaLoad) -> PhaseEstimate:
-        return _phase(costs, optimum, calibrated, load, (gain("optimum", load), gain("calibrated", load)))
-
-    weights, cache, requests = memory_formulas(layout, costs, hardware, lengths)
+    weights, cache = _memory(layout, costs["optimum", False], hardware, lengths.decode_context)
+    numbers = {"tokens": cache.value, "tokens_of_a_request": lengths.decode_context}
+    requests = Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, "requests")
     cache_tokens, cache_requests = int(cache.value), int(requests.value)
     decoding = -(-min(decode_requests, cache_requests) // layout.pp)
     prefilling = min(prefill_tokens, cache_tokens)
     decode = ReplicaLoad(num_decoding=decoding, decode_pairs=decoding * lengths.decode_context)
     prefill = ReplicaLoad(num_prefill=prefilling, prefill_pairs=prefilling * lengths.pairs_per_prompt_token)
-    usable_bytes = hardware.memory * costs.assumptions.memory_share
     return Estimate(
         tp=layout.tp,
         dp=layout.dp,
@@ -172,47 +162,42 @@ def _estimate(
         weight_bytes=int(weights.value),
         cache_tokens=cache_tokens,
         cache_requests=cache_requests,
-        refusal=None if cache_requests else _shortage(weights.value, usable_bytes),
+        refusal=None if cache_requests else _shortage(weights.value, hardware.memory * assumptions.memory_share),
         memory_formulas=(weights.as_text(), cache.as_text(), requests.as_text()),
-        decode=phase(decode) if decoding else None,
-        prefill=phase(prefill) if prefilling else None,
+        decode=_phase(costs, assumptions, decode) if decoding else None,
+        prefill=_phase(costs, assumptions, prefill) if prefilling else None,
     )
 
 
-def memory_formulas(
-    layout: Layout, costs: LayoutCosts, hardware: Hardware, lengths: Lengths
-) -> tuple[Formula, Formula, Formula]:
-    """Return the bytes of a rank's weights, and the capacity of a replica's cache in tokens and in requests.
+def _memory(layout: Layout, costs: LayoutCosts, hardware: Hardware, context: float) -> tuple[Formula, Formula]:
+    """Return the bytes of a rank's weights and the tokens of a replica's cache, in the stage with room for the fewest.
 
-    With several pipeline stages, the results are those of the stage with room for the fewest tokens.
+    Args:
+        context: tokens of a request in the cache.
     """
-    of_stages = [_memory_of_stage(stage, costs, hardware, lengths.decode_context) for stage in layout.stages]
-    weights, cache = min(of_stages, key=lambda formulas: formulas[1].value)
-    numbers = {"tokens": cache.value, "tokens_of_a_request": lengths.decode_context}
-    return weights, cache, Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, "requests")
-
-
-def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware, context: float) -> tuple[Formula, Formula]:
-    # Layers with a sliding window keep only the last tokens of each request.
-    shares = (min(1, rule.num_kept(sys.maxsize) / context) for rule in stage.cache.rules.tables)
-    bytes_per_token = (-(-num_bytes // stage.cache.block_size) for num_bytes in stage.cache.block_bytes)
 
     def is_fp8(part: Part) -> bool:
         return costs.is_fp8 and part.name in FP8_PARTS and not (costs.has_mxfp4 and part.dtype == "mxfp4")
 
-    numbers: dict[str, float] = {
-        "fp8_parameters": sum(part.num_parameters for part in stage.parts if is_fp8(part)),
-        "bytes_of_others": sum(part.num_bytes for part in stage.parts if not is_fp8(part)),
-    }
-    weights = Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, "bytes")
-    numbers = {
-        "memory": hardware.memory,
-        "share": costs.assumptions.memory_share,
-        "weights": weights.value,
-        "bytes_of_a_token": sum(map(operator.mul, bytes_per_token, shares)),
-    }
-    template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
-    return weights, Formula("KV cache of a replica", template, numbers, "tokens")
+    def of_stage(stage: Stage) -> tuple[Formula, Formula]:
+        # Layers with a sliding window keep only the last tokens of each request.
+        shares = (min(1, rule.num_kept(sys.maxsize) / context) for rule in stage.cache.rules.tables)
+        bytes_per_token = (-(-num_bytes // stage.cache.block_size) for num_bytes in stage.cache.block_bytes)
+        numbers: dict[str, float] = {
+            "fp8_parameters": sum(part.num_parameters for part in stage.parts if is_fp8(part)),
+            "bytes_of_others": sum(part.num_bytes for part in stage.parts if not is_fp8(part)),
+        }
+        weights = Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, "bytes")
+        numbers = {
+            "memory": hardware.memory,
+            "share": costs.assumptions.memory_share,
+            "weights": weights.value,
+            "bytes_of_a_token": sum(map(operator.mul, bytes_per_token, shares)),
+        }
+        template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
+        return weights, Formula("KV cache of a replica", template, numbers, "tokens")
+
+    return min(map(of_stage, layout.stages), key=lambda formulas: formulas[1].value)
 
 
 def as_text(found: Estimates) -> str:
@@ -223,8 +208,7 @@ def as_text(found: Estimates) -> str:
         f"Estimates for {found.num_nodes} x {found.ranks_per_node} {found.hardware}, weights in {found.weights}, and "
         f"requests of {lengths.prompt_tokens:.0f} + {lengths.output_tokens:.0f} tokens ({note}"
         f"{lengths.decode_context:.0f} in the cache while they decode)",
-        *_assumed(found.assumptions),
-        *_pipeline_lines(found.layouts),
+        *_assumed(found.assumptions, max((layout.pp for layout in found.layouts), default=1)),
         "",
         f"{'tp':>4}{'dp':>5}{'weights':>11}{'KV cache of a replica':>23}" + _PHASE_HEADS[0].format("requests decoded"),
         f"{'':>9}{'per rank':>11}{'tokens':>12}{'requests':>11}" + _PHASE_HEADS[1].format("by a replica"),
@@ -254,13 +238,6 @@ def as_text(found: Estimates) -> str:
     return "\n".join(lines)
 
 
-def _pipeline_lines(layouts: Sequence[Estimate]) -> list[str]:
-    pp = max((layout.pp for layout in layouts), default=1)
-    if pp == 1:
-        return []
-    return [f"Pipeline: {pp} stages with a step each. A step passes all stages; the slowest one limits tokens/s"]
-
-
 _PHASE_HEADS = (
     f"{{:>19}}{'optimum:':>12}{'':>10}{'calibrated:':>14}{'':>10}{'a layer with experts:':>24}{'fullest':>10}",
     f"{{:>19}}{'step':>12}{'tokens/s':>10}{'step':>14}{'tokens/s':>10}{'exchange':>12}{'sent':>12}{'rank':>10}",
@@ -275,15 +252,44 @@ def _phase_text(phase: PhaseEstimate) -> str:
     )
 
 
-def _assumed(assumptions: Assumptions) -> list[str]:
+def _assumed(assumptions: Assumptions, pp: int) -> list[str]:
     overlap = "halves of a step overlap" if assumptions.overlap else "no overlap"
+    pipeline = f"Pipeline: {pp} stages with a step each. A step passes all stages; the slowest one limits tokens/s"
     return [
         f"Optimum: {assumptions.memory_efficiency:g} of the memory bandwidth, {assumptions.compute_efficiency:g} of "
         f"the rate of products, {assumptions.link_efficiency:g} of the links, "
         f"{shown_seconds(assumptions.exchange_latency)} for an exchange",
         f"Calibrated: terms of published kernels and engines, fullest rank at least {assumptions.expert_imbalance:g}",
         f"Both: {assumptions.exchange} exchange, {overlap}. Exchange and fullest rank below: {assumptions.speed}",
+        *([pipeline] if pp > 1 else []),
     ]
+
+
+def _phase(costs: _Costs, assumptions: Assumptions, of_replica: ReplicaLoad) -> PhaseEstimate:
+    """Estimate a step in which all replicas have this load."""
+    chosen = costs["optimum", False]
+    load = StepLoad.of((of_replica,) * chosen.dp)
+    at_speed = {speed: costs[speed, assumptions.overlap].for_step(load) for speed in get_args(Speed)}
+    chosen = at_speed[assumptions.speed]
+    best, expected = (at_speed[speed].stage_seconds(load) for speed in get_args(Speed))
+    exchange = (term for term in chosen.terms(load) if term.formula.name in ("dispatch", "combine"))
+    overlap, calibrated_overlap = (
+        _overlap_gain(costs[speed, False], costs[speed, True], of_replica) for speed in get_args(Speed)
+    )
+    return PhaseEstimate(
+        tokens_per_replica=round(load.most_tokens),
+        step_s=sum(best),
+        tokens_per_s=load.num_tokens / max(best),
+        calibrated_step_s=sum(expected),
+        calibrated_tokens_per_s=load.num_tokens / max(expected),
+        slowest_stage_s=max(chosen.stage_seconds(load)),
+        exchange_s=sum(term.seconds for term in exchange) / max(1, chosen.num_sparse_layers),
+        sent_bytes=chosen.sent_bytes_per_token * load.most_tokens / chosen.tp,
+        fullest_rank=chosen.imbalance(load.num_tokens).value,
+        overlap=overlap,
+        calibrated_overlap=calibrated_overlap,
+        formulas=tuple(_formulas(chosen, load)),
+    )
 
 
 def _overlap_gain(whole: LayoutCosts, halves: LayoutCosts, of_replica: ReplicaLoad) -> OverlapGain:
@@ -301,34 +307,6 @@ def _overlap_gain(whole: LayoutCosts, halves: LayoutCosts, of_replica: ReplicaLo
     return OverlapGain(whole_s=seconds(whole, most), halves_s=seconds(halves, most), least_tokens=least)
 
 
-def _phase(
-    costs: LayoutCosts,
-    optimum: LayoutCosts,
-    calibrated: LayoutCosts,
-    of_replica: ReplicaLoad,
-    overlap: tuple[OverlapGain, OverlapGain],
-) -> PhaseEstimate:
-    """Estimate a step. `costs` is either `optimum` or `calibrated`, and gives the details; `overlap` has both gains."""
-    load = StepLoad.of((of_replica,) * costs.dp)
-    costs, optimum, calibrated = (each.for_step(load) for each in (costs, optimum, calibrated))
-    best, expected = optimum.stage_seconds(load), calibrated.stage_seconds(load)
-    exchange = (term for term in costs.terms(load) if term.formula.name in ("dispatch", "combine"))
-    return PhaseEstimate(
-        tokens_per_replica=round(load.most_tokens),
-        step_s=sum(best),
-        tokens_per_s=load.num_tokens / max(best),
-        calibrated_step_s=sum(expected),
-        calibrated_tokens_per_s=load.num_tokens / max(expected),
-        slowest_stage_s=max(costs.stage_seconds(load)),
-        exchange_s=sum(term.seconds for term in exchange) / max(1, costs.num_sparse_layers),
-        sent_bytes=costs.sent_bytes_per_token * load.most_tokens / costs.tp,
-        fullest_rank=costs.imbalance(load.num_tokens).value,
-        overlap=overlap[0],
-        calibrated_overlap=overlap[1],
-        formulas=tuple(_formulas(costs, load)),
-    )
-
-
 def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
     """Yield the formula of each term of a step with its numbers, and the formula of their sum."""
     for term in costs.terms(load):
@@ -340,15 +318,14 @@ def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
     numbers: dict[str, float] = {"tokens_of_all_replicas": load.num_tokens}
     if costs.pp == 1:
         step = costs.step_seconds(load).formula
-        yield step.as_text()
-        numbers["step"] = step.value
-        yield Formula("tokens per second", "{tokens_of_all_replicas} / {step}", numbers, unit="").as_text()
-        return
-    of_stages = {f"stage_{number}": seconds for number, seconds in enumerate(costs.stage_seconds(load))}
-    names = ", ".join(f"{{{name}}}" for name in of_stages)
-    yield Formula("step", names.replace(",", " +"), of_stages).as_text()
-    template = f"{{tokens_of_all_replicas}} / max({names})"
-    yield Formula("tokens per second", template, numbers | of_stages, unit="").as_text()
+        numbers, slowest = numbers | {"step": step.value}, "{step}"
+    else:
+        of_stages = {f"stage_{number}": seconds for number, seconds in enumerate(costs.stage_seconds(load))}
+        names = [f"{{{name}}}" for name in of_stages]
+        step = Formula("step", " + ".join(names), of_stages)
+        numbers, slowest = numbers | of_stages, f"max({', '.join(names)})"
+    yield step.as_text()
+    yield Formula("tokens per second", f"{{tokens_of_all_replicas}} / {slowest}", numbers, unit="").as_text()
 
 
 def _shortage(weight_bytes: float, usable_bytes: float) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moeserve.config.expert_layout import ExpertShape, Numbers, resolve_expert_parallel
+from moeserve.config.expert_layout import BYTES_OF_DTYPE, ExpertShape, Numbers, resolve_expert_parallel
 from moeserve.config.resolve_parallel import layers_of_stages
 from moeserve.config.settings import CacheDtypeName, DtypeName, ParallelSettings, QuantizationName
 from moeserve.distributed.groups import unconnected
@@ -24,12 +24,10 @@ from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.moe.placement.eplb import imbalance, rank_loads
 from moeserve.layers.moe.placement.placement import Placement, read_loads
 from moeserve.machine import shown_bytes
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
 
-BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
-MXFP4_BYTES = 1 / 2 + 1 / 32  # per weight, including its share of the scale
 BYTES_OF_CHOICE = 8  # expert ids are sent as int64
 MAX_RANKS = 4096
 MAX_RANKS_LISTED = 16  # with more ranks, as_text lists them only for a single layout
@@ -46,7 +44,7 @@ class Holder:
     experts: tuple[int, ...]  # of the first MoE layer; without loads, all layers are alike
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
     """One pipeline stage, which holds consecutive layers. Sizes are those of the stage's rank with the most weights."""
 
@@ -157,7 +155,7 @@ def find_layouts(
 
 
 def _place(
-    config: ModelConfig, num_ranks: int, loads: Path | None, num_redundant: int
+    config: ModelSpec, num_ranks: int, loads: Path | None, num_redundant: int
 ) -> tuple[tuple[Placement, ...], float]:
     """Return the placement of experts in each layer, and the rows of the fullest rank over the mean."""
     loads_of_layer: Sequence[Sequence[float]] = ()
@@ -266,16 +264,8 @@ def _layout(
     stages = []
     for number, layers in enumerate(itertools.starmap(range, itertools.pairwise(ends))):
         groups = unconnected(mesh, mesh.group("ep", number * mesh.tp)[fullest])
-        summary = summarize(description, dtype, groups, placements, layers, kv_cache_dtype)
-        stages.append(
-            Stage(
-                first_layer=layers.start,
-                num_layers=len(layers),
-                weight_bytes=summary.weight_bytes,
-                parts=summary.parts,
-                cache=summary.cache,
-            )
-        )
+        found = summarize(description, dtype, groups, placements, layers, kv_cache_dtype)
+        stages.append(Stage(layers.start, len(layers), found.weight_bytes, found.parts, found.cache))
     num_heads = config.costs_of_attention(mesh.tp)[0].num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
     dispatched, gathered = (
@@ -343,9 +333,7 @@ def _named(kind: str, numbers: Sequence[int]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers as text: "3-5, 9" for 3, 4, 5, 9."""
-    parts, first = [], numbers[0]
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        if following != number + 1:
-            parts.append(f"{first}" if first == number else f"{first}-{number}")
-            first = following if following is not None else first
-    return ", ".join(parts)
+    # Consecutive numbers differ from their indices by the same amount.
+    runs = itertools.groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
+    ends = ((run[0][1], run[-1][1]) for run in (list(each) for _, each in runs))
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)

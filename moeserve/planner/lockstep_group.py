@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moeserve import protocol
-from moeserve.protocol import AddRequest, ReplicaMessage, StepPlan, StepResult, TransferOutcome
-from moeserve.scheduling.lockstep import Agreement, Intent, Outcome, Round, agree, make_row
-from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Transfer
+from moeserve.protocol import AddRequest, Delivery, ReplicaMessage, StepPlan, StepResult, TransferResult
+from moeserve.scheduling.lockstep import Agreement, Intent, Round, RoundResult, agree, make_row
+from moeserve.scheduling.replica import Effect, Events, Replica, Submit, Transfer
 from moeserve.scheduling.scheduler import Scheduler
 
 _NUMBER = 1  # index of the round's number in a row
@@ -29,7 +29,7 @@ class Step:
     agreement: Agreement
     plans: Mapping[int, StepPlan]  # by replica
     planned_after: int  # number of rounds that had ended when the last plan was sent; 0 without plans
-    woken: Sequence[tuple[int, Deliver]] = ()  # replicas that resumed in this round, with their deliveries
+    woken: Sequence[tuple[int, Delivery]] = ()  # replicas that resumed in this round, with their deliveries
 
 
 class LockstepGroup:
@@ -86,7 +86,7 @@ class LockstepGroup:
         self._new_transfers.clear()
         return begun
 
-    def end_transfer(self, index: int, outcome: TransferOutcome) -> None:
+    def end_transfer(self, index: int, outcome: TransferResult) -> None:
         """Report the end of a transfer to its replica, which handles it before it plans another round."""
         self._member(index).inbox.append(outcome)
         self._woken.add(index)
@@ -115,7 +115,7 @@ class LockstepGroup:
         self.num_rounds += 1
         return Step(self._agreement, plans, planned_after, woken)
 
-    def finish(self, results: Mapping[int, StepResult], step_seconds: float = 0.0) -> list[tuple[int, Deliver]]:
+    def finish(self, results: Mapping[int, StepResult], step_seconds: float = 0.0) -> list[tuple[int, Delivery]]:
         """End the round. Return the index and the delivery of each replica that took part.
 
         Args:
@@ -131,7 +131,7 @@ class LockstepGroup:
             if member.rounds:
                 member.rounds.popleft()
                 result = None if self._agreement.is_idle else results.get(member.index, StepResult(step=0, chunks=[]))
-                outcomes.append(Outcome(agreement=self._agreement, result=result, step_seconds=step_seconds))
+                outcomes.append(RoundResult(agreement=self._agreement, result=result, step_seconds=step_seconds))
             deliveries.append((member.index, member.handle(outcomes, self.num_rounds)))
             if member.scheduler.has_work or self._drives_all or member.announces_work:
                 still_awake.append(member)
@@ -140,7 +140,7 @@ class LockstepGroup:
         self._awake = still_awake
         return deliveries
 
-    def _wake(self) -> list[tuple[int, Deliver]]:
+    def _wake(self) -> list[tuple[int, Delivery]]:
         woken = []
         for index in sorted(self._woken):
             member = self._member(index)
@@ -177,7 +177,7 @@ class _Member:
     scheduler: Scheduler
     loop: Generator[Effect, Any, None]
     transfers: list[tuple[int, protocol.Transfer]]  # shared by all replicas; each appends the transfers that it begins
-    inbox: list[ReplicaMessage | TransferOutcome] = field(default_factory=list)
+    inbox: list[ReplicaMessage | TransferResult] = field(default_factory=list)
     rounds: deque[_Sent] = field(default_factory=deque)  # in flight
     num_ended: int = 0  # number of rounds that had ended when it was last run
     is_awake: bool = False
@@ -189,7 +189,7 @@ class _Member:
         sent = (each.work.row for each in self.rounds)
         return any(row != make_row(_NOTHING, number=row[_NUMBER], replica=self.index) for row in sent)
 
-    def handle(self, outcomes: list[Outcome], num_ended: int) -> Deliver:
+    def handle(self, outcomes: list[RoundResult], num_ended: int) -> Delivery:
         """Resume the replica with its messages and these outcomes. Return its delivery.
 
         Args:
@@ -201,8 +201,8 @@ class _Member:
             self.has_started = True
             self._run(None)
         inbox, self.inbox = self.inbox, []
-        transfers = [each for each in inbox if isinstance(each, TransferOutcome)]
-        messages = [each for each in inbox if not isinstance(each, TransferOutcome)]
+        transfers = [each for each in inbox if isinstance(each, TransferResult)]
+        messages = [each for each in inbox if not isinstance(each, TransferResult)]
         return self._run(Events(messages, outcomes, transfers))
 
     def catch_up(self, recent: Sequence[Agreement], num_ended: int) -> None:
@@ -220,17 +220,17 @@ class _Member:
                 self.inbox = inbox
             self.rounds.popleft()
             result = None if agreement.is_idle else StepResult(step=0, chunks=[])
-            self.handle([Outcome(agreement=agreement, result=result)], num_ended)
+            self.handle([RoundResult(agreement=agreement, result=result)], num_ended)
 
     def sleep(self, agreement: Agreement, num_ended: int) -> None:
         """Suspend the replica: end its rounds in flight, which have no plans, as if all replicas had agreed to idle."""
-        idle = Outcome(agreement=replace(agreement, is_idle=True))
+        idle = RoundResult(agreement=replace(agreement, is_idle=True))
         rounds, self.rounds = len(self.rounds), deque()
         self.handle([idle] * rounds, num_ended)
         self.is_awake = False
 
-    def _run(self, events: Events | None) -> Deliver:
-        delivery: Deliver | None = None
+    def _run(self, events: Events | None) -> Delivery:
+        delivery: Delivery | None = None
         effect = self.loop.send(events)
         while True:
             match effect:
@@ -238,7 +238,7 @@ class _Member:
                     self.rounds.append(_Sent(work, self.num_ended))
                 case Transfer(work=transfer):
                     self.transfers.append((self.index, transfer))
-                case Deliver():
+                case Delivery():
                     assert delivery is None, "two deliveries without a wait between them"
                     delivery = effect
                 case _:

@@ -10,10 +10,12 @@ import heapq
 import math
 from array import array
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from moeserve.cache_kind import CacheKind
+from moeserve.config.validation import parse_bytes
 from moeserve.kv.connector import HostTier
 from moeserve.planner.clock import Clock
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
@@ -25,20 +27,20 @@ from moeserve.protocol import (
     AddRequest,
     CancelReceive,
     ChunkResult,
+    Delivery,
     KeepItems,
     ReceiveItems,
     Request,
-    RequestUpdate,
     StepPlan,
     StepResult,
     StoreTransfer,
-    TransferOutcome,
+    TransferResult,
 )
-from moeserve.scheduling.replica import Deliver
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 BLOCK_SIZE = 16  # tokens per block of the KV cache
+Report: TypeAlias = tuple[int, Delivery]  # a replica's index, and its delivery after a round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,54 +53,9 @@ class PoolPlan:
     cache_tokens: int  # capacity of a replica's KV cache
     cache_bytes_per_token: int  # on each rank
 
-    def config(
-        self, settings: SimulationSettings, *, max_model_len: int, finds_prefixes: bool, decodes: bool = True
-    ) -> SchedulerConfig:
-        """Return the limits of each replica's scheduling.
 
-        Args:
-            decodes: False: the pool only computes prompts, so long chunks cannot delay other requests' tokens.
-        """
-        return SchedulerConfig(
-            num_blocks=self.cache_tokens // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_prefill_tokens=settings.max_prefill_tokens if decodes else 0,
-            max_model_len=max_model_len,
-            enable_prefix_caching=finds_prefixes,
-            plans_ahead=settings.async_scheduling and self.costs.pp == 1,
-            num_batches=self.costs.pp,
-        )
-
-
-@dataclass(eq=False)
-class _Link:
-    """A link that carries one copy at a time."""
-
-    free_at: float = 0.0
-
-    def carry(self, now: float, seconds: float) -> float:
-        """Carry a copy that could begin at `now`. Return the time when it ends."""
-        self.free_at = max(now, self.free_at) + seconds
-        return self.free_at
-
-
-class Report(NamedTuple):
-    """The state of a replica after a round."""
-
-    replica: int
-    num_free_blocks: int
-    updates: list[RequestUpdate]
-
-
-@dataclass(frozen=True)
-class KeptBlocks:
-    """Blocks that a replica keeps for another pool."""
-
-    pool: Pool
-    index: int  # the replica's index
-    number: int  # the number of the replica's transfer
+# Blocks that a replica keeps for another pool, by handle: the pool, the replica's index, the number of its transfer.
+Kept: TypeAlias = "dict[str, tuple[Pool, int, int]]"
 
 
 class Pool:
@@ -111,28 +68,28 @@ class Pool:
         self,
         name: str,
         plan: PoolPlan,
-        config: SchedulerConfig,
         settings: SimulationSettings,
-        kept: dict[str, KeptBlocks],
+        kept: Kept,
         *,
-        host_blocks: int = 0,
+        max_model_len: int,
+        finds_prefixes: bool,
+        decodes: bool = True,
         shares_blocks: bool = False,
         starts_at: float = 0.0,
         drives_all: bool = False,
     ) -> None:
         """
         Args:
-            kept: blocks that replicas of any pool keep for others, by handle; shared by all pools.
-            host_blocks: blocks of the host memory tier of each replica's KV cache; 0: no such tier.
+            kept: shared by all pools.
+            decodes: False: the pool only computes prompts, so long chunks cannot delay other requests' tokens.
             shares_blocks: replicas keep blocks for other pools, or receive blocks from them.
             starts_at: earliest virtual time of the first step.
             drives_all: see `LockstepGroup`.
         """
-        self.name, self.plan = name, plan
-        self._config, self._kept = config, kept
-        self._host_blocks, self._shares_blocks = host_blocks, shares_blocks
-        self.num_replicas = plan.costs.dp
-        self._max_rounds = 2 if config.plans_ahead else plan.costs.pp
+        self.name, self.plan, self.num_replicas = name, plan, plan.costs.dp
+        self._kept, self._shares_blocks = kept, shares_blocks
+        self._config = _config(plan, settings, max_model_len, finds_prefixes=finds_prefixes, decodes=decodes)
+        self._max_rounds = 2 if self._config.plans_ahead else plan.costs.pp
         self._group = LockstepGroup(
             self.num_replicas, self._new_scheduler, max_rounds=self._max_rounds, drives_all=drives_all
         )
@@ -144,19 +101,20 @@ class Pool:
         self._wakes_at = math.inf  # time at which the next round may begin
         self._ranks = defaultdict[int, _Ranks](_Ranks)  # by replica
         # Heap of transfers in flight: end time, a number that orders equal times, replica, outcome.
-        self._transfers: list[tuple[float, int, int, TransferOutcome]] = []
+        self._transfers: list[tuple[float, int, int, TransferResult]] = []
         self._num_ends = 0
-        self._host_links = defaultdict[int, _Link](_Link)  # by replica; so are the next two
-        self._sending_links = defaultdict[int, _Link](_Link)
-        self._receiving_links = defaultdict[int, _Link](_Link)
-        block_bytes = BLOCK_SIZE * plan.cache_bytes_per_token
-        self._block_bytes = block_bytes
-        efficiency = plan.costs.assumptions.link_efficiency
-        self._host_s_per_block = block_bytes / (settings.host_bandwidth * efficiency)
-        self._network_s_per_block = block_bytes / plan.costs.network_bandwidth
+        self._free_at = defaultdict[tuple[str, int], float](float)  # by link and replica
+        self._block_bytes = BLOCK_SIZE * plan.cache_bytes_per_token
+        # Blocks of the host memory tier of each replica's KV cache; 0: no such tier.
+        self._host_blocks = parse_bytes("kv_host_memory", settings.kv_host_memory, least=0) // self._block_bytes
+        host_bandwidth = settings.host_bandwidth * plan.costs.assumptions.link_efficiency
+        self._host_s_per_block = self._block_bytes / host_bandwidth
+        self._network_s_per_block = self._block_bytes / plan.costs.network_bandwidth
         # Statistics:
         self._used: set[int] = set()  # replicas
-        self._loaded, self._saved, self._received = _Copies(), _Copies(), _Copies()
+        self._loaded: list[_Copy] = []
+        self._saved: list[_Copy] = []
+        self._received: list[_Copy] = []
         self._num_decode_only = self._tokens_run = self._idle_steps = self._max_blocks_used = self._output_tokens = 0
         self._step_s, self._fullest = array("d"), array("d")
         self._balance_at_start = plan.balance.expected
@@ -205,7 +163,7 @@ class Pool:
         # A replica that receives work may still have earlier rounds without a plan in flight.
         for _ in range(self._max_rounds + 1):
             step = self._group.begin()
-            reports += map(_report, step.woken)
+            reports += step.woken
             if not step.agreement.is_idle:
                 self._run(step)
                 break
@@ -214,14 +172,6 @@ class Pool:
         self._begin_transfers(now)
         return reports
 
-    def end_kept(self, index: int, number: int, at_s: float) -> None:
-        """End the transfer of blocks that were kept for another pool, which has read them by `at_s`."""
-        self._add_end(index, TransferOutcome(number=number, num_copied=0, seconds=0.0), at_s)
-
-    def sending_link(self, index: int) -> _Link:
-        """Return the link on which each rank of a replica sends blocks to other pools."""
-        return self._sending_links[index]
-
     def _new_scheduler(self, index: int) -> Scheduler:
         tier = HostTier({CacheKind.BLOCK: self._host_blocks}) if self._host_blocks else None
         return Scheduler(self._config, b"", tier, [f"{self.name} {index}"] if self._shares_blocks else [])
@@ -229,7 +179,7 @@ class Pool:
     def _end_round(self, results: dict[int, StepResult]) -> list[Report]:
         deliveries = self._group.finish(results, self._step_s[-1] if results else 0.0)
         self._output_tokens += sum(len(update.token_ids) for _, each in deliveries for update in each.updates)
-        return list(map(_report, deliveries))
+        return deliveries
 
     def _run(self, step: Step) -> None:
         """Begin a step of all replicas, and advance the clock to its end."""
@@ -257,27 +207,27 @@ class Pool:
             match transfer:
                 case StoreTransfer(number=number, places=places):
                     seconds = len(places) * self._host_s_per_block
-                    ends_at = self._host_links[index].carry(now, seconds)
+                    ends_at = self._free_at["host", index] = max(now, self._free_at["host", index]) + seconds
                     copies = self._loaded if transfer.is_load else self._saved
                 case KeepItems(number=number, handle=handle):
-                    self._kept[handle] = KeptBlocks(self, index, number)
+                    self._kept[handle] = self, index, number
                     continue
                 case ReceiveItems(number=number, places=places):
-                    kept = self._kept.pop(transfer.source.handle)
+                    pool, sender, kept_number = self._kept.pop(transfer.source.handle)
                     seconds, ends_at = len(places) * self._network_s_per_block, now
                     if places:
-                        sending, receiving = kept.pool.sending_link(kept.index), self._receiving_links[index]
-                        ends_at = receiving.carry(max(now, sending.free_at), seconds)
-                        sending.free_at = ends_at
-                    kept.pool.end_kept(kept.index, kept.number, ends_at)
+                        begins_at = max(now, pool._free_at["sending", sender], self._free_at["receiving", index])
+                        ends_at = begins_at + seconds
+                        pool._free_at["sending", sender] = self._free_at["receiving", index] = ends_at
+                    pool._add_end(sender, TransferResult(number=kept_number, num_copied=0, seconds=0.0), ends_at)
                     copies = self._received
                 case CancelReceive():
                     raise AssertionError("no simulated request is aborted")
-            copies.add(len(places), seconds, ends_at - now)
-            outcome = TransferOutcome(number=number, num_copied=len(places), seconds=seconds)
-            self._add_end(index, outcome, ends_at)
+            if places:
+                copies.append(_Copy(len(places), seconds, ends_at - now))
+            self._add_end(index, TransferResult(number=number, num_copied=len(places), seconds=seconds), ends_at)
 
-    def _add_end(self, index: int, outcome: TransferOutcome, at_s: float) -> None:
+    def _add_end(self, index: int, outcome: TransferResult, at_s: float) -> None:
         self._num_ends += 1
         heapq.heappush(self._transfers, (at_s, self._num_ends, index, outcome))
 
@@ -311,9 +261,9 @@ class Pool:
             num_replicas_used=len(self._used),
             num_preemptions=self._group.num_preemptions,
             cache_used_most=self._max_blocks_used / self._config.num_blocks,
-            loaded=self._loaded.totals(self._block_bytes),
-            saved=self._saved.totals(self._block_bytes),
-            received=self._received.totals(self._block_bytes),
+            loaded=_totals(self._loaded, self._block_bytes),
+            saved=_totals(self._saved, self._block_bytes),
+            received=_totals(self._received, self._block_bytes),
             balance_at_start=self._balance_at_start,
             balance_mean=self._balance_s / clock.busy_s if clock.busy_s else self._balance_at_start,
             balance_at_end=self._balance.expected,
@@ -321,33 +271,39 @@ class Pool:
         )
 
 
-class _Copies:
-    """Counts transfers of one kind."""
-
-    def __init__(self) -> None:
-        self.num_blocks = 0
-        self.busy_s = 0.0
-        self.ends_after_s = array("d")
-
-    def add(self, num_blocks: int, busy_s: float, ends_after_s: float) -> None:
-        self.num_blocks += num_blocks
-        self.busy_s += busy_s
-        if num_blocks:
-            self.ends_after_s.append(ends_after_s)
-
-    def totals(self, block_bytes: int) -> TransferTotals:
-        return TransferTotals(
-            num_transfers=len(self.ends_after_s),
-            num_tokens=self.num_blocks * BLOCK_SIZE,
-            num_bytes=self.num_blocks * block_bytes,
-            busy_s=self.busy_s,
-            takes_s=Percentiles.of(self.ends_after_s),
-        )
+def _config(
+    plan: PoolPlan, settings: SimulationSettings, max_model_len: int, *, finds_prefixes: bool, decodes: bool
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=plan.cache_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_prefill_tokens=settings.max_prefill_tokens if decodes else 0,
+        max_model_len=max_model_len,
+        enable_prefix_caching=finds_prefixes,
+        plans_ahead=settings.async_scheduling and plan.costs.pp == 1,
+        num_batches=plan.costs.pp,
+    )
 
 
-def _report(delivery: tuple[int, Deliver]) -> Report:
-    index, delivered = delivery
-    return Report(index, delivered.stats.num_free_blocks, delivered.updates)
+class _Copy(NamedTuple):
+    """A transfer of blocks."""
+
+    num_blocks: int
+    busy_s: float
+    takes_s: float
+
+
+def _totals(copies: Sequence[_Copy], block_bytes: int) -> TransferTotals:
+    num_blocks = sum(copy.num_blocks for copy in copies)
+    return TransferTotals(
+        num_transfers=len(copies),
+        num_tokens=num_blocks * BLOCK_SIZE,
+        num_bytes=num_blocks * block_bytes,
+        busy_s=sum((copy.busy_s for copy in copies), 0.0),
+        takes_s=Percentiles.of([copy.takes_s for copy in copies]),
+    )
 
 
 def load_of(plan: StepPlan) -> ReplicaLoad:

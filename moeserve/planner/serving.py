@@ -11,13 +11,14 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from moeserve.config.validation import parse_bytes
 from moeserve.errors import SettingsError
-from moeserve.planner.pool import BLOCK_SIZE, KeptBlocks, Pool, PoolPlan, own_token
+from moeserve.planner.pool import BLOCK_SIZE, Kept, Pool, PoolPlan, own_token
 from moeserve.planner.settings import SimulationSettings
 from moeserve.planner.simulation_report import Outcome, Percentiles, Switch
 from moeserve.planner.traffic import RecordedRequest, Traffic, repeated_tokens
@@ -82,9 +83,9 @@ class _Fleet:
         """End the steps and transfers that end now, and return the updates of the replicas."""
         updates: list[RequestUpdate] = []
         for first, pool in self._pools_due(now):
-            for report in pool.finish(now):
-                self._router.note_free_blocks(first + report.replica, report.num_free_blocks)
-                updates += report.updates
+            for index, delivered in pool.finish(now):
+                self._router.note_free_blocks(first + index, delivered.stats.num_free_blocks)
+                updates += delivered.updates
         for update in updates:
             self._router.note_update(update.request_id, has_ended=update.finish_reason is not None)
         return updates
@@ -92,8 +93,8 @@ class _Fleet:
     def begin(self, now: float) -> None:
         """Begin a step in each pool that has work."""
         for first, pool in self._pools_due(now):
-            for report in pool.begin(now):
-                self._router.note_free_blocks(first + report.replica, report.num_free_blocks)
+            for index, delivered in pool.begin(now):
+                self._router.note_free_blocks(first + index, delivered.stats.num_free_blocks)
 
     def _pools_due(self, now: float) -> Iterator[tuple[int, Pool]]:
         """Yield the pools that have an event now, with the number of replicas before each."""
@@ -118,6 +119,16 @@ class _InFlight:
     switch: int | None = None  # index of the last switch, until the first token after it
 
 
+class _Ended(NamedTuple):
+    """A request that has ended."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int  # of the prompt
+    first_token_s: float  # from the arrival
+    token_s: float  # mean time per token after the first
+
+
 class _Run:
     """Virtual time, the requests in flight, and their statistics."""
 
@@ -126,12 +137,12 @@ class _Run:
     ) -> None:
         self._traffic, self._settings = traffic, settings
         self._max_model_len, self._drives_all = max_model_len, drives_all
-        self._host_memory = parse_bytes("kv_host_memory", settings.kv_host_memory, least=0)
+        has_store = parse_bytes("kv_host_memory", settings.kv_host_memory, least=0) > 0
         self._is_divided = bool(plan.prefill)
         # The prefix cache is off if nothing could be found in it, which saves time.
         has_prefixes = any(each.prefix_blocks for each in traffic.requests)
-        self._finds_prefixes = has_prefixes or self._is_divided or self._host_memory > 0
-        self._kept: dict[str, KeptBlocks] = {}
+        self._finds_prefixes = has_prefixes or self._is_divided or has_store
+        self._kept: Kept = {}
         names = ("prefill", "decode") if self._is_divided else ("", "")
         self._prefill = self._fleet(names[0], plan.prefill, decodes=False) if self._is_divided else None
         self._serving = self._fleet(names[1], plan.serving)
@@ -142,11 +153,9 @@ class _Run:
         self._num_sent = 0
         self._in_flight: dict[str, _InFlight] = {}
         # Statistics:
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = self._num_finished = 0
-        self._num_good = self._good_output_tokens = 0
-        self._first_token_s, self._output_token_s, self._gap_s = array("d"), array("d"), array("d")
+        self._ended: list[_Ended] = []
+        self._gap_s = array("d")
         self._switches: list[_Switch] = []
-        self._repeated_tokens = repeated_tokens(traffic, BLOCK_SIZE)
 
     def run(self) -> Outcome:
         fleets = [fleet for fleet in (self._prefill, self._serving) if fleet is not None]
@@ -166,26 +175,21 @@ class _Run:
                 fleet.begin(moment)
 
     def _fleet(self, name: str, plans: Sequence[PoolPlan], *, starts_at: float = 0.0, decodes: bool = True) -> _Fleet:
-        pools = []
-        for number, plan in enumerate(plans):
-            config = plan.config(
+        pools = [
+            Pool(
+                name if len(plans) == 1 else f"{name} {number}",
+                plan,
                 self._settings,
+                self._kept,
                 max_model_len=self._max_model_len,
                 finds_prefixes=self._finds_prefixes,
                 decodes=decodes,
-            )
-            pool = Pool(
-                name if len(plans) == 1 else f"{name} {number}",
-                plan,
-                config,
-                self._settings,
-                self._kept,
-                host_blocks=self._host_memory // (plan.cache_bytes_per_token * BLOCK_SIZE),
                 shares_blocks=self._is_divided,
                 starts_at=starts_at,
                 drives_all=self._drives_all,
             )
-            pools.append(pool)
+            for number, plan in enumerate(plans)
+        ]
         return _Fleet(pools, finds_prefixes=self._finds_prefixes)
 
     def _next_arrival_s(self) -> float:
@@ -221,14 +225,15 @@ class _Run:
             request.num_cached_tokens = update.num_cached_tokens
             self._serving.send(msgspec.structs.replace(request.request, kv_source=update.kv_blocks), self._now)
             return
-        now, recorded = self._now, request.recorded
+        now = self._now
         if not request.num_tokens:
             request.first_token_s = now
-            self._first_token_s.append(now - recorded.arrival_s)
         elif update.token_ids:
             self._gap_s.append(now - request.last_token_s)
             if request.switch is not None:
-                self._switches[request.switch].note_token(now - request.last_token_s, now)
+                switch = self._switches[request.switch]
+                switch.gap_s.append(now - request.last_token_s)
+                switch.pause_s = switch.pause_s or now - switch.at_s
                 request.switch = None
         request.last_token_s = now
         request.num_tokens += len(update.token_ids)
@@ -239,21 +244,12 @@ class _Run:
         recorded = request.recorded
         assert request.num_tokens == recorded.output_tokens, request
         del self._in_flight[update.request_id]
-        self._last_end_s = self._now
-        seconds = 0.0
-        if request.num_tokens > 1:
-            seconds = (self._now - request.first_token_s) / (request.num_tokens - 1)
-            self._output_token_s.append(seconds)
-        self._num_finished += 1
-        self._prompt_tokens += recorded.prompt_tokens
         is_divided = self._is_divided and recorded.output_tokens > 1
-        self._cached_tokens += request.num_cached_tokens if is_divided else update.num_cached_tokens
-        self._output_tokens += request.num_tokens
-        limits = self._settings.first_token_limit, self._settings.output_token_limit
-        measured = request.first_token_s - recorded.arrival_s, seconds
-        if all(limit is None or value <= limit for limit, value in zip(limits, measured, strict=True)):
-            self._num_good += 1
-            self._good_output_tokens += request.num_tokens
+        num_cached = request.num_cached_tokens if is_divided else update.num_cached_tokens
+        first_token_s = request.first_token_s - recorded.arrival_s
+        token_s = (self._now - request.first_token_s) / max(1, request.num_tokens - 1)
+        self._ended.append(_Ended(recorded.prompt_tokens, recorded.output_tokens, num_cached, first_token_s, token_s))
+        self._last_end_s = self._now
 
     def _next_switch_s(self) -> float:
         """Return when the next size may take over: once it has started and no step is in flight, else infinity."""
@@ -283,56 +279,42 @@ class _Run:
         fleets = [self._prefill, self._serving]
         running = itertools.chain.from_iterable(fleet.pools for fleet in fleets if fleet is not None)
         pools = [pool.outcome(ended_at) for pool, ended_at in self._ended_pools]
-        seconds = self._last_end_s
+        seconds, ended = self._last_end_s, self._ended
+        first_token_limit = self._settings.first_token_limit or math.inf
+        output_token_limit = self._settings.output_token_limit or math.inf
+        good = [
+            each for each in ended if each.first_token_s <= first_token_limit and each.token_s <= output_token_limit
+        ]
+        output_tokens = sum(each.output_tokens for each in ended)
         return Outcome(
-            num_finished=self._num_finished,
-            prompt_tokens=self._prompt_tokens,
-            repeated_tokens=self._repeated_tokens,
-            cached_tokens=self._cached_tokens,
-            output_tokens=self._output_tokens,
+            num_finished=len(ended),
+            prompt_tokens=sum(each.prompt_tokens for each in ended),
+            repeated_tokens=repeated_tokens(self._traffic, BLOCK_SIZE),
+            cached_tokens=sum(each.cached_tokens for each in ended),
+            output_tokens=output_tokens,
             seconds=seconds,
-            output_tokens_per_s=self._output_tokens / seconds,
-            first_token_s=Percentiles.of(self._first_token_s),
-            output_token_s=Percentiles.of(self._output_token_s),
+            output_tokens_per_s=output_tokens / seconds,
+            first_token_s=Percentiles.of([each.first_token_s for each in ended]),
+            output_token_s=Percentiles.of([each.token_s for each in ended if each.output_tokens > 1]),
             gap_s=Percentiles.of(self._gap_s),
-            num_good=self._num_good,
-            good_output_tokens_per_s=self._good_output_tokens / seconds,
+            num_good=len(good),
+            good_output_tokens_per_s=sum(each.output_tokens for each in good) / seconds,
             pools=(*pools, *(pool.outcome(seconds) for pool in running)),
-            switches=tuple(each.outcome() for each in self._switches),
+            switches=tuple(Switch(**vars(each) | {"gap_s": Percentiles.of(each.gap_s)}) for each in self._switches),
         )
 
 
+@dataclass(eq=False)
 class _Switch:
-    """The effects of a resize on requests."""
+    """A resize, and its effects on requests; see `Switch`."""
 
-    def __init__(self, asked_s: float, at_s: float, nodes_before: int, nodes_after: int) -> None:
-        self._asked_s, self._at_s = asked_s, at_s
-        self._nodes = nodes_before, nodes_after
-        self.num_resumed = 0
-        self._first_token_s: float | None = None  # after the switch
-        self._gap_s = array("d")
-
-    def note_token(self, gap_s: float, now: float) -> None:
-        """Record the first token of a request after the switch.
-
-        Args:
-            gap_s: seconds since the request's previous token.
-            now: virtual time.
-        """
-        self._gap_s.append(gap_s)
-        if self._first_token_s is None:
-            self._first_token_s = now - self._at_s
-
-    def outcome(self) -> Switch:
-        return Switch(
-            asked_s=self._asked_s,
-            at_s=self._at_s,
-            nodes_before=self._nodes[0],
-            nodes_after=self._nodes[1],
-            num_resumed=self.num_resumed,
-            pause_s=self._first_token_s or 0.0,
-            gap_s=Percentiles.of(self._gap_s),
-        )
+    asked_s: float
+    at_s: float
+    nodes_before: int
+    nodes_after: int
+    num_resumed: int = 0
+    pause_s: float = 0.0
+    gap_s: list[float] = field(default_factory=list)
 
 
 def prompt_of(recorded: RecordedRequest, tokens_per_block: int, *, own_token: int) -> list[int]:

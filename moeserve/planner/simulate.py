@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moeserve.errors import SettingsError
 from moeserve.layers.moe.placement.placement import read_loads
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.models.registry import describe
 from moeserve.planner.costs import LayoutCosts
 from moeserve.planner.estimate import estimate_layouts
@@ -90,7 +90,7 @@ def simulate(
 
 
 def _initial_loads(
-    config: ModelConfig, loads: Path | None, experts: ExpertSettings, seed: int
+    config: ModelSpec, loads: Path | None, experts: ExpertSettings, seed: int
 ) -> Sequence[Sequence[float]]:
     """Return the loads of experts at the start, by layer."""
     if loads is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moeserve.machine import shown_bytes
@@ -152,25 +152,25 @@ def as_text(found: Simulation) -> str:
     return "\n".join(lines)
 
 
-def _heads(found: Simulation) -> list[str]:
+def _heads(found: Simulation) -> Iterator[str]:
     pp = f", pp {found.pp}" if found.pp > 1 else ""
-    return [
-        f"{f'{pool.name}: ' if pool.name else ''}{pool.num_nodes} x {found.ranks_per_node} {found.hardware}, "
-        f"tp {found.tp}, dp {pool.dp}{pp}, {pool.cache_tokens} tokens in the KV cache of a replica"
-        for pool in found.outcome.pools
-    ]
+    for pool in found.outcome.pools:
+        name = f"{pool.name}: " if pool.name else ""
+        yield (
+            f"{name}{pool.num_nodes} x {found.ranks_per_node} {found.hardware}, tp {found.tp}, dp {pool.dp}{pp}, "
+            f"{pool.cache_tokens} tokens in the KV cache of a replica"
+        )
 
 
-def _goodput(found: Simulation) -> list[str]:
+def _goodput(found: Simulation) -> Iterator[str]:
     limits = {"to the first token": found.first_token_limit, "per output token": found.output_token_limit}
     asked = [f"{shown_seconds(limit)} {name}" for name, limit in limits.items() if limit is not None]
-    if not asked:
-        return []
-    outcome = found.outcome
-    return [
-        f"{'within the limits':<28}{outcome.num_good} requests, {outcome.num_good / outcome.num_finished:.1%}; "
-        f"{outcome.good_output_tokens_per_s:.0f} output tokens in a second ({', '.join(asked)})"
-    ]
+    if asked:
+        outcome = found.outcome
+        yield (
+            f"{'within the limits':<28}{outcome.num_good} requests, {outcome.num_good / outcome.num_finished:.1%}; "
+            f"{outcome.good_output_tokens_per_s:.0f} output tokens in a second ({', '.join(asked)})"
+        )
 
 
 def _pool_lines(pool: PoolOutcome, *, is_one: bool) -> list[str]:

@@ -18,6 +18,7 @@ from moeserve.processes.channel import Channel
 from moeserve.processes.failures import FailureReport
 
 Incoming = TypeVar("Incoming")
+Member = TypeVar("Member", bound="Watched")
 
 # Time in which consequences of a failure are collected, so that the first cause can be named. Seconds.
 SECONDS_TO_COLLECT = 0.5
@@ -56,8 +57,53 @@ class ProcessHandle(Protocol):
         ...
 
 
+class Watched(Protocol):
+    """Another process, or a loop inside this process. This process waits for it to end, or ends it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fds(self) -> list[int]:
+        """File descriptors of which one becomes readable when there is something to receive, or a failure."""
+        ...
+
+    @property
+    def ends_silently(self) -> bool:
+        """True if none of `fds` becomes readable at the end, which must therefore be looked for at intervals."""
+        ...
+
+    @property
+    def has_messages(self) -> bool:
+        """True if there is something to receive although none of `fds` is readable."""
+        ...
+
+    @property
+    def unsent_fd(self) -> int | None:
+        """A file descriptor that becomes writable when `flush` can send more. None if everything was sent."""
+        ...
+
+    def flush(self, timeout_s: float = 0.0) -> object:
+        """Send what was not sent before, as much as is accepted within this time."""
+        ...
+
+    def failures(self) -> list[FailureReport]:
+        """Return the failures of this process and of its own children; empty while all of them run."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return True if it ended by itself in time."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        """Release what has ended. May be called twice."""
+        ...
+
+
 class WatchedProcess(Generic[Incoming]):
-    """A process that this one exchanges messages with, and whose failures it reports."""
+    """A process that this one exchanges messages with, and whose failures it reports. See `Watched`."""
 
     def __init__(self, name: str, connection: socket.socket, incoming: Any, handle: ProcessHandle) -> None:
         """
@@ -69,7 +115,7 @@ class WatchedProcess(Generic[Incoming]):
         self.name = name
         self.channel: Channel[Incoming | _Failed] = Channel(connection, incoming | _Failed)
         self.handle = handle
-        self._messages: list[Incoming] = []
+        self._messages: list[Incoming] = []  # read by `failures`
         self._reports: list[FailureReport] = []
 
     @property
@@ -77,9 +123,27 @@ class WatchedProcess(Generic[Incoming]):
         return self.handle.exit_cause() is not None
 
     @property
+    def fds(self) -> list[int]:
+        return [*([] if self.channel.is_closed else [self.channel.fileno()]), *self.handle.watched_fds]
+
+    @property
+    def ends_silently(self) -> bool:
+        return not self.handle.watched_fds
+
+    @property
     def has_messages(self) -> bool:
-        """True if messages are buffered for `receive`: `failures` also reads from the channel."""
         return bool(self._messages)
+
+    @property
+    def unsent_fd(self) -> int | None:
+        return self.channel.fileno() if self.channel.has_unsent and not self.channel.is_closed else None
+
+    def send(self, message: Any) -> None:
+        """Send a message without waiting; see `Channel.send`."""
+        self.channel.send(message)
+
+    def flush(self, timeout_s: float = 0.0) -> None:
+        self.channel.flush(timeout_s)
 
     def receive(self, timeout_s: float = 0.0) -> list[Incoming]:
         """Return all messages that have arrived, failure reports excepted, after waiting for the first one."""
@@ -88,7 +152,6 @@ class WatchedProcess(Generic[Incoming]):
         return messages
 
     def failures(self) -> list[FailureReport]:
-        """Return the failures of this process and of its own children; empty while all of them run."""
         cause = self.handle.exit_cause()  # before the channel is read: a report is sent before the process ends
         with contextlib.suppress(msgspec.DecodeError):  # the last message may be incomplete
             self._read(0.0)
@@ -96,8 +159,13 @@ class WatchedProcess(Generic[Incoming]):
             return self._reports
         return [] if cause is None else [FailureReport(name=self.name, cause=cause)]
 
+    def wait(self, timeout_s: float) -> bool:
+        return self.handle.wait(timeout_s)
+
+    def kill(self) -> None:
+        self.handle.kill()
+
     def close(self) -> None:
-        """Release a process that has ended."""
         self.channel.close()
         self.handle.close()
 
@@ -116,7 +184,7 @@ def send_failures(channel: Channel[Any], reports: Sequence[FailureReport]) -> No
 
 
 def collect_failures(
-    processes: Sequence[WatchedProcess[Any]], seen: Sequence[FailureReport] = (), *, seconds: float = SECONDS_TO_COLLECT
+    processes: Sequence[Watched], seen: Sequence[FailureReport] = (), *, seconds: float = SECONDS_TO_COLLECT
 ) -> list[FailureReport]:
     """Return all failures known soon after the first sign of one; return early once the first cause is among them.
 
@@ -134,16 +202,16 @@ def collect_failures(
         _wait(running, left)
 
 
-def wait_for_messages(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None, *fds: int) -> None:
+def wait_for_messages(processes: Sequence[Watched], timeout_s: float | None, *fds: int) -> None:
     """Wait for a message or the end of any process, or until an fd is readable; send what could not be sent before."""
     # A message that `failures` has read does not make the socket readable again.
     _wait(processes, 0.0 if any(process.has_messages for process in processes) else timeout_s, *fds)
 
 
-class ProcessPoll:
+class ProcessPoll(Generic[Member]):
     """Finds which of many processes have something to be read, without touching the others."""
 
-    def __init__(self, processes: Sequence[WatchedProcess[Any]], *other_fds: int) -> None:
+    def __init__(self, processes: Sequence[Member], *other_fds: int) -> None:
         """
         Args:
             other_fds: end a wait when they become readable.
@@ -153,72 +221,69 @@ class ProcessPoll:
         register(self._processes, self._poll)
         for fd in other_fds:
             self._poll.register(fd, select.POLLIN)
-        self._process_of_fd = {
-            fd: process for process in self._processes for fd in (process.channel.fileno(), *process.handle.watched_fds)
-        }
-        # Without a file descriptor of its own, the end of a process must be looked for.
-        self._unwatched = [process for process in self._processes if not process.handle.watched_fds]
+        self._process_of_fd = {fd: process for process in self._processes for fd in process.fds}
+        self._silently_ending = [process for process in self._processes if process.ends_silently]
 
-    def ready(self, timeout_s: float | None = 0.0) -> list[WatchedProcess[Any]]:
+    def ready(self, timeout_s: float | None = 0.0) -> list[Member]:
         """Return the processes that have sent a message or ended, after waiting for one. Send what was not sent before.
 
         A Ctrl-C that was deferred is raised while this waits.
         """
-        unsent = [process.channel for process in self._processes if process.channel.has_unsent]
+        unsent = [(process, fd) for process in self._processes if (fd := process.unsent_fd) is not None]
         found = dict.fromkeys(process for process in self._processes if process.has_messages)
-        if found:  # a message that `failures` has read does not make the socket readable again
+        if found:
             timeout_s = 0.0
-        elif self._unwatched:
+        elif self._silently_ending:
             timeout_s = POLL_INTERVAL_S if timeout_s is None else min(timeout_s, POLL_INTERVAL_S)
-        for channel in unsent:
-            self._poll.modify(channel, select.POLLIN | select.POLLOUT)
+        for _, fd in unsent:
+            self._poll.modify(fd, select.POLLIN | select.POLLOUT)
         if timeout_s == 0.0:
             events = self._poll.poll(0)
         else:
             with interrupts_allowed():
                 events = self._poll.poll(None if timeout_s is None else timeout_s * 1000)
-        for channel in unsent:
-            self._poll.modify(channel, select.POLLIN)
-            channel.send_frame(b"")
-        found |= dict.fromkeys(self._unwatched)
+        for process, fd in unsent:
+            self._poll.modify(fd, select.POLLIN)
+            process.flush()
+        found |= dict.fromkeys(self._silently_ending)
         found |= dict.fromkeys(self._process_of_fd[fd] for fd, _ in events if fd in self._process_of_fd)
         return list(found)
 
 
-def register(processes: Sequence[WatchedProcess[Any]], poll: select.poll) -> None:
+def register(processes: Sequence[Watched], poll: select.poll) -> None:
     """Register what becomes ready when a process sends a message, takes what was not sent yet, or ends."""
     for process in processes:
-        if not process.channel.is_closed:
-            poll.register(process.channel, select.POLLIN | (select.POLLOUT if process.channel.has_unsent else 0))
-        for fd in process.handle.watched_fds:
+        for fd in process.fds:
             poll.register(fd, select.POLLIN)
+        if (unsent_fd := process.unsent_fd) is not None:
+            poll.register(unsent_fd, select.POLLIN | select.POLLOUT)
 
 
-def _wait(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None, *other_fds: int) -> None:
+def _wait(processes: Sequence[Watched], timeout_s: float | None, *other_fds: int) -> None:
     poll = select.poll()
     register(processes, poll)
     for fd in other_fds:
         poll.register(fd, select.POLLIN)
-    if not all(process.handle.watched_fds for process in processes):
+    if any(process.ends_silently for process in processes):
         timeout_s = POLL_INTERVAL_S if timeout_s is None else min(timeout_s, POLL_INTERVAL_S)
     with interrupts_allowed():
         poll.poll(None if timeout_s is None else timeout_s * 1000)
     for process in processes:
-        if process.channel.has_unsent:
-            process.channel.send_frame(b"")
+        if process.unsent_fd is not None:
+            process.flush()
 
 
-def end_all(processes: Sequence[WatchedProcess[Any]], *, patience_s: float = 0.0) -> None:
+def end_all(processes: Sequence[Watched], *, patience_s: float = 0.0) -> None:
     """Wait for processes to exit by themselves, then kill those that have not. None runs afterwards."""
     deadline = time.monotonic() + patience_s
     for process in processes:
-        process.channel.flush(max(0.0, deadline - time.monotonic()))
-        process.handle.wait(deadline - time.monotonic())
+        process.flush(max(0.0, deadline - time.monotonic()))
+        process.wait(deadline - time.monotonic())
     for process in processes:
-        process.handle.kill()
+        process.kill()
     deadline = time.monotonic() + SECONDS_TO_EXIT
     for process in processes:
-        process.handle.wait(deadline - time.monotonic())
+        process.wait(deadline - time.monotonic())
         process.close()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sized
 
 from moeserve.kv.manager import CacheManager, Prefix
 from moeserve.kv.transfers import BlockTransfers
-from moeserve.protocol import PeerBlocks, TransferOutcome
+from moeserve.protocol import PeerBlocks, TransferResult
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 
@@ -83,10 +83,10 @@ class AdmissionQueue:
         self._remove(request)
         self._leave_source(request)
 
-    def end_transfer(self, outcome: TransferOutcome) -> None:
+    def end_transfer(self, result: TransferResult) -> None:
         """End a transfer. The request that waited for it can be admitted, with the blocks that were copied."""
         assert self._transfers is not None
-        request = self._transfers.end(outcome)  # admission finds the copied blocks in the prefix cache
+        request = self._transfers.end(result)  # admission finds the copied blocks in the prefix cache
         if request is None:
             return
         if request.kv_source is None:

@@ -13,7 +13,7 @@ would wait forever. The following rules prevent this:
    ranks have entered the same collectives, and their next collective is the next gather. By induction, the sequences
    are always equal. Rows contain the number of the round, so that ranks in different rounds are detected at the first
    gather.
-3. Every replica sends its next round without waiting for another replica. It may send several before the outcome of the
+3. Every replica sends its next round without waiting for another replica. It may send several before the result of the
    first is known; ranks run them in order. Each replica ends its sleep by its own timer. A lost, late or repeated
    message only changes the time of the next gather.
 4. A round is always completed: the code does not return between the gather and the end of the step. A replica with an
@@ -98,8 +98,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
     plan: StepPlan | None  # None: the replica has no tokens, but its ranks take part in the step
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """The outcome of a round, reported by the rank that samples."""
+class RoundResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+    """The result of a round, reported by the rank that samples."""
 
     agreement: Agreement
     result: StepResult | None = None  # None: there was no step
@@ -110,8 +110,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     reports: list[RankReport] = []  # reports of this rank, in `gathered` of all ranks of the replica; empty by default
 
 
-def gathered(answers: Sequence[Outcome]) -> Outcome:
-    """Return the outcome of a round from the answers of several ranks, of which the first one samples."""
+def gathered(answers: Sequence[RoundResult]) -> RoundResult:
+    """Return the result of a round from the answers of several ranks, of which the first one samples."""
     reports = [report for answer in answers for report in answer.reports]
     return msgspec.structs.replace(answers[0], reports=reports)
 

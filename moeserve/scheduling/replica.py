@@ -1,4 +1,4 @@
-"""The loop of one replica: receive messages, plan, send rounds to the ranks, commit their outcomes, deliver updates.
+"""The loop of one replica: receive messages, plan, send rounds to the ranks, commit their results, deliver updates.
 
 The loop performs no I/O. `Replica.run` is a generator: it yields an effect, and its driver performs the effect and
 sends back the answer. Engines with one rank or many, and the simulators in tests, therefore run the same code. This
@@ -16,8 +16,7 @@ How to drive it::
     while True:                                   # until StopIteration: the replicas agreed to shut down
         effect = generator.send(answer to effect)
 
-An error inside the loop is announced in the replica's next round, after which all replicas stop. If a rank has failed,
-the driver drops the generator and calls `end_all_requests`.
+An error inside the loop is announced in the replica's next round, after which all replicas stop.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ from moeserve.protocol import (
     AbortRequest,
     AddRequest,
     CollectLoad,
+    Delivery,
     ReplicaMessage,
     ReplicaStats,
     Request,
     RequestUpdate,
     Shutdown,
     StepPlan,
-    TransferOutcome,
+    TransferResult,
     Wake,
 )
-from moeserve.scheduling.lockstep import Intent, IntentFlags, Outcome, Round, make_row
+from moeserve.scheduling.lockstep import Intent, IntentFlags, Round, RoundResult, make_row
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.telemetry.step_totals import StepTotals
@@ -52,16 +52,19 @@ from moeserve.telemetry.step_totals import StepTotals
 
 @dataclass(frozen=True)
 class Events:
-    """Messages and outcomes that have arrived since the last `Wait`."""
+    """Messages and results that have arrived since the last `Wait`. False if there are none."""
 
     messages: list[ReplicaMessage]  # in order of arrival
-    outcomes: list[Outcome]  # outcomes of the oldest rounds in flight, in order
-    transfers: Sequence[TransferOutcome] = ()  # transfers that have ended
+    results: list[RoundResult]  # results of the oldest rounds in flight, in order
+    transfers: Sequence[TransferResult] = ()  # transfers that have ended
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.results or self.transfers)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for a message or an outcome. The answer is `Events`."""
+    """Wait for a message or a result. The answer is `Events`."""
 
     heartbeat: bool  # True: answer without events after a heartbeat interval; False: wait without a limit
 
@@ -80,17 +83,10 @@ class Transfer:
     work: protocol.Transfer
 
 
-@dataclass(frozen=True)
-class Deliver:
-    """Send updates to the client. The answer is None. Yielded before each `Wait`, even if empty, and at the end."""
-
-    updates: list[RequestUpdate]
-    stats: ReplicaStats
-    load: LoadWindow | None = None  # only on the first replica, because it is the same on all
-    answers: bool = False  # the load was collected after a `CollectLoad`, and answers it
-
-
-Effect: TypeAlias = Wait | Submit | Transfer | Deliver
+# The driver sends a `Delivery` to the client, and answers None. The loop yields one before each `Wait`, even if there
+# is nothing to deliver, and a last one at its end. Expert loads are the same on all replicas, so only the deliveries of
+# the first replica have them.
+Effect: TypeAlias = Wait | Submit | Transfer | Delivery
 
 
 @dataclass(frozen=True)
@@ -127,10 +123,9 @@ class Replica:
         self._rounds: deque[_RoundInFlight] = deque()
         # Prefill budgets of the next rounds, from the agreements of the last `max_rounds` rounds.
         self._prefill_budgets: deque[int | None] = deque([None] * max_rounds, maxlen=max_rounds)
-        self._others_run = False  # other replicas had work in the last outcome
+        self._others_run = False  # other replicas had work in the last result
         self._is_awake = num_replicas > 1  # a sleep has ended: send one round to learn if other replicas have work
-        self._live_request_ids: dict[str, None] = {}  # accepted requests that have not ended
-        self._updates: list[RequestUpdate] = []  # for the next `Deliver`
+        self._updates: list[RequestUpdate] = []  # for the next `Delivery`
         self._shutdown_requested = False
         self._failure: Exception | None = None
         self._is_failure_announced = False
@@ -138,7 +133,7 @@ class Replica:
         self._steps_since_load = 0
         self._load_requested = False
         self._load_answers_request = False
-        self._load: LoadWindow | None = None  # for the next `Deliver`
+        self._load: LoadWindow | None = None  # for the next `Delivery`
 
     def run(self) -> Generator[Effect, Any, None]:
         """Yield effects, and receive their answers, until all replicas agree to shut down.
@@ -155,25 +150,19 @@ class Replica:
             yield self._deliver()
             events: Events = yield Wait(heartbeat=self._num_replicas > 1 and not self._rounds)
             self._is_awake |= self._num_replicas > 1 and not self._rounds
-            for outcome in events.outcomes:
+            for result in events.results:
                 ended = self._rounds.popleft()
-                if outcome.agreement.failed_ranks:
-                    failed = outcome.agreement.failed_ranks[0]
+                if result.agreement.failed_ranks:
+                    failed = result.agreement.failed_ranks[0]
                     raise self._failure or DistributedError(f"replica {failed} failed; all must end with it")
-                if outcome.agreement.is_shutdown:
+                if result.agreement.is_shutdown:
                     yield self._deliver()
                     return
-                self._guard(self._finish_round, ended, outcome)
+                self._guard(self._finish_round, ended, result)
             for transferred in events.transfers:
                 self._guard(self._scheduler.end_transfer, transferred)
             for message in events.messages:
                 self._guard(self._handle, message)
-
-    def end_all_requests(self, error: str) -> Deliver:
-        """End all requests, and return the last delivery. The scheduler is not used, because it may have failed."""
-        for request_id in list(self._live_request_ids):
-            self._queue_update(RequestUpdate(request_id=request_id, finish_reason="abort"), error=error)
-        return self._deliver()
 
     def _guard(self, handle: Callable[..., None], *event: Any) -> None:
         """Handle an event. An error is announced in the next round, so that all replicas stop together."""
@@ -227,8 +216,8 @@ class Replica:
             return False
         return self._load_requested or 0 < self._load_window <= self._steps_since_load
 
-    def _finish_round(self, ended: _RoundInFlight, outcome: Outcome) -> None:
-        agreement, result = outcome.agreement, outcome.result
+    def _finish_round(self, ended: _RoundInFlight, result: RoundResult) -> None:
+        agreement, step_result = result.agreement, result.result
         self._is_awake = False
         self._others_run = self._num_replicas > 1 and agreement.has_requests
         # Discard budgets when no replica has requests: they are outdated once new requests arrive.
@@ -240,20 +229,20 @@ class Replica:
         if any(agreement.num_tokens):
             self._steps_since_load += 1
             num_tokens = agreement.num_tokens[self._index]
-            self._totals.add(num_tokens, outcome.num_padding_tokens, outcome.agreement_seconds)
-        if self._index == 0 and result is not None and result.load is not None:
-            self._load = result.load
+            self._totals.add(num_tokens, result.num_padding_tokens, result.agreement_seconds)
+        if self._index == 0 and step_result is not None and step_result.load is not None:
+            self._load = step_result.load
         if ended.plan is None:
             return
-        if outcome.error:
+        if result.error:
             for update in self._scheduler.abort_step():
-                self._queue_update(update, error=outcome.error)
+                self._queue_update(update, error=result.error)
             return
-        assert result is not None, f"step {ended.plan.step} has no result"
-        for update in self._scheduler.commit(result, outcome.reports):
+        assert step_result is not None, f"step {ended.plan.step} has no result"
+        for update in self._scheduler.commit(step_result, result.reports):
             self._queue_update(update)
         if self._scheduler.transfers is not None:
-            self._scheduler.transfers.note_step(ended.plan.num_tokens, outcome.step_seconds)
+            self._scheduler.transfers.note_step(ended.plan.num_tokens, result.step_seconds)
 
     def _handle(self, message: ReplicaMessage) -> None:
         match message:
@@ -284,15 +273,11 @@ class Replica:
             # Two requests with the same id cannot be distinguished, so end both.
             self._scheduler.abort(request_id)
             self._queue_update(RequestUpdate(request_id=request_id, finish_reason="abort"), error=str(error))
-        else:
-            self._live_request_ids[request_id] = None
 
     def _queue_update(self, update: RequestUpdate, *, error: str | None = None) -> None:
-        if update.finish_reason is not None:
-            self._live_request_ids.pop(update.request_id, None)
         self._updates.append(msgspec.structs.replace(update, replica=self._index, error=error or update.error))
 
-    def _deliver(self) -> Deliver:
+    def _deliver(self) -> Delivery:
         updates, self._updates = self._updates, []
         load, self._load = self._load, None
         answers = load is not None and self._load_answers_request
@@ -308,4 +293,4 @@ class Replica:
             steps=self._totals,
             **transfers.counts() if transfers else {},
         )
-        return Deliver(updates, stats, load, answers)
+        return Delivery(updates, stats, load, answers)

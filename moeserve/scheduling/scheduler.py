@@ -23,7 +23,7 @@ from moeserve.protocol import (
     StepPlan,
     StepResult,
     Transfer,
-    TransferOutcome,
+    TransferResult,
 )
 from moeserve.scheduling.admission import AdmissionQueue
 from moeserve.scheduling.commit import PlansInFlight
@@ -106,7 +106,7 @@ class Scheduler:
         self._caches = CacheManager(config)
         if connector is not None or peer_addresses:
             store = HostTier({}) if connector is None else connector
-            self.transfers = BlockTransfers(store, self._caches.pools, config.block_size, peer_addresses)
+            self.transfers = BlockTransfers(store, self._caches.pools, config, peer_addresses)
         self._queue = AdmissionQueue(config, self._caches, self.transfers)
         self._plans = PlansInFlight(config, self._caches, self.transfers)
         self._running = self._plans.running
@@ -231,9 +231,9 @@ class Scheduler:
         """Return the transfers to start now. Each must be ended by `end_transfer`, in any order."""
         return [] if self.transfers is None else self.transfers.take_new()
 
-    def end_transfer(self, outcome: TransferOutcome) -> None:
+    def end_transfer(self, result: TransferResult) -> None:
         """End a transfer. The request that waited for it can be admitted, with the blocks that were copied."""
-        self._queue.end_transfer(outcome)
+        self._queue.end_transfer(result)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent. For tests and debugging: visits every block."""

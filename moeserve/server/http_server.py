@@ -65,11 +65,17 @@ class DrainingServer(uvicorn.Server):
         self._has_signal = False
         super().__init__(http_config(app, settings, budget, limit_concurrency=max_connections))
 
-    def answer(self, listener: socket.socket) -> None:
-        """Serve until SIGTERM, Ctrl-C, or `should_exit`."""
-        # After serving, uvicorn raises the signals that it has handled again. They are ignored, so the exit status is
-        # 0.
-        with ends_handled_by(lambda *_: None):
+    def answer(self, listener: socket.socket, when_ready: Callable[[], object] = lambda: None) -> None:
+        """Serve until SIGTERM, Ctrl-C, or `should_exit`.
+
+        Args:
+            when_ready: called once these signals shut the server down.
+        """
+        # uvicorn handles signals only while its event loop runs. Those that come before end the server just as well.
+        # After serving, uvicorn raises the signals that it has handled again. That has no effect then, so the exit
+        # status is 0.
+        with ends_handled_by(self.handle_exit):
+            when_ready()
             self.run(sockets=[listener])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -46,8 +46,7 @@ def route(settings: ServerSettings, routes: RouterSettings) -> None:
         budget = budget_of(settings)
         server = DrainingServer(build_router_app(router, settings, budget), router, settings, budget, MAX_CONNECTIONS)
         what = f"routing to {len(routes.prefill)} prefill and {len(routes.decode)} decode servers"
-        announce(what, settings, listener)
-        server.answer(listener)
+        server.answer(listener, lambda: announce(what, settings, listener))
 
 
 def build_router_app(router: Router, settings: ServerSettings, budget: BytesInFlight) -> Starlette:

@@ -64,8 +64,7 @@ def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket
     """Serve HTTP in this process until SIGTERM or Ctrl-C, and then shut down the engine."""
     try:
         server, service = open_service(llm, settings)
-        announce(f"serving {service.model_names[0]}", settings, listener)
-        server.answer(listener)
+        server.answer(listener, lambda: announce(f"serving {service.model_names[0]}", settings, listener))
     finally:
         llm.shutdown()
 

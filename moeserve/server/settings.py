@@ -24,44 +24,39 @@ class ServerSettings:
         None, "names of the model in requests; responses use the first; none: the name of its folder"
     )
     answer_parser: str | None = setting(
-        None, "format of the model's tool calls and reasoning, such as hermes; none: detected from the chat template"
+        None, "format of tool calls and reasoning, such as hermes; none: detected from the chat template"
     )
     tool_call_parser: str | None = setting(None, "vLLM's name of --answer-parser")
-    reasoning_parser: str | None = setting(None, "vLLM's name of --answer-parser; --tool-call-parser goes before it")
+    reasoning_parser: str | None = setting(None, "the same; --tool-call-parser goes before it")
     enable_auto_tool_choice: bool = setting(True, "no effect: tools are always offered to the model")
-    chat_template: str | None = setting(
-        None, "file with a chat template in Jinja, which replaces that of the checkpoint"
-    )
+    chat_template: str | None = setting(None, "file with a template in Jinja, which replaces that of the checkpoint")
     trust_request_chat_template: bool = setting(
         False, "allow requests to have a chat template of their own, which runs in the server"
     )
     enable_tokenizer_info_endpoint: bool = setting(
-        False, "serve GET /tokenizer_info: the configuration of the tokenizer and the chat template, for all clients"
+        False, "serve GET /tokenizer_info: tokenizer and chat template, for all clients"
     )
     strict_requests: bool = setting(
-        False, "refuse requests with unknown fields; otherwise such fields are logged once per name and ignored"
+        False, "refuse requests with unknown fields; otherwise they are logged once per name and ignored"
     )
-    response_store: bool = setting(
-        True, "keep recent responses of /v1/responses in memory, so that later requests can refer to them"
-    )
+    response_store: bool = setting(True, "keep recent responses of /v1/responses in memory")
     api_key: list[str] | None = setting(None, "API key that requests must send; none: no key is needed")
     api_key_file: str | None = setting(None, "file with one key per line")
     admin_key: list[str] | None = setting(
-        None, "key of administrators, which POST /reset_prefix_cache needs, and POST /scale if there is one"
+        None, "key for POST /reset_prefix_cache and, if there is one, for POST /scale"
     )
     max_body_bytes: PositiveInt = setting(8 * 2**20, "maximum bytes of a request's body")
     max_bytes_in_flight: PositiveInt = setting(
         32 * 2**20,
-        "maximum bytes of all requests that arrive or are parsed at one time, at least those of one body; the largest "
-        "unfinished one ends beyond it",
+        "maximum bytes of all requests that arrive or are parsed; the largest unfinished one ends beyond it",
     )
     keep_alive_timeout: Annotated[float, msgspec.Meta(gt=0)] = setting(
-        75.0, "seconds after a response for which its connection is kept open for another request"
+        75.0, "seconds for which an idle connection is kept open after a response"
     )
     allowed_host: list[str] | None = setting(
         None,
-        "host name that requests may have, in addition to addresses and names without a dot; checked only on a "
-        "loopback address without API keys, against web pages whose own name resolves to it",
+        "host name that requests may have, beside addresses and names without a dot; checked only on a "
+        "loopback address without API keys",
     )
     max_waiting: PositiveInt = setting(
         1024, "maximum outputs that wait for room in the engine; further requests get status 429"
@@ -70,20 +65,20 @@ class ServerSettings:
         30.0, "seconds for requests to finish after SIGTERM or Ctrl-C; then they end with an error"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "least level of messages in the log; those of requests and the statistics are of level info"
+        "info", "least level of messages; those of requests and statistics are of level info"
     )
-    log_format: LogFormat = setting("text", "form of the log on standard error; json: an object in each line")
+    log_format: LogFormat = setting("text", "form of the log; json: an object in each line")
     log_stats_interval: Annotated[float, msgspec.Meta(ge=0, le=86400)] = setting(
-        10.0, "seconds between lines of statistics in the log, while requests run; 0: no statistics"
+        10.0, "seconds between lines of statistics while requests run; 0: none"
     )
     otlp_traces_endpoint: str | None = setting(
         None,
-        "URL to which traces are sent with OTLP over HTTP, such as http://localhost:4318/v1/traces; none: no traces",
+        "URL for traces by OTLP over HTTP, such as http://localhost:4318/v1/traces",
     )
     allow_scale: bool = setting(
         False,
-        "serve POST /scale, which lets every client with access, or administrators if admin_key is given, change the "
-        "number of replicas",
+        "serve POST /scale, with which every client, or every administrator if admin_key is given, changes "
+        "the number of replicas",
     )
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
@@ -119,10 +114,10 @@ class RouterSettings:
     prefill: list[str] = _required("URL of a server that computes long prompts, such as http://10.0.0.1:8000")
     decode: list[str] = _required("URL of a server that generates, and computes short prompts")
     min_remote_prefill: PositiveInt = setting(
-        1024, "minimum tokens of prompts that are sent to a prefill server; a token is estimated as 4 bytes of text"
+        1024, "minimum tokens of prompts for a prefill server; a token is estimated as 4 bytes of text"
     )
     prefill_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] = setting(
-        60.0, "seconds after which a prefill server is given up, and a decode server computes the prompt"
+        60.0, "seconds after which a decode server computes the prompt instead"
     )
     decode_timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] = setting(
         600.0, "seconds without a byte from a decode server after which its response ends with an error"

@@ -1,10 +1,10 @@
 """CPU graphs: the kernels of a decode step, captured once and replayed with one call.
 
-A decode step has the same number of tokens for each request: one, plus its draft tokens. Two numbers therefore
-determine all shapes, on one rank and on ranks that share memory and exchange few tokens. Every such step runs the same
-kernels on the same memory. Replaying them without Python saves a few microseconds per kernel, up to a fifth of a step
-of a small model. Results are equal to the last bit. Capturing records the kernels without executing them, so it does
-not need a request.
+A decode step has the same number of tokens for each request: one, plus its draft tokens, and perhaps accepted ones that
+are computed again. A few numbers therefore determine all shapes, on one rank and on ranks that share memory and
+exchange few tokens. Every such step runs the same kernels on the same memory. Replaying them without Python saves a few
+microseconds per kernel, up to a fifth of a step of a small model. Results are equal to the last bit. Capturing records
+the kernels without executing them, so it does not need a request.
 
 All graphs use the same memory, so only one runs at a time. A rank may replay a step that another rank runs layer by
 layer, because the collectives are the same.
@@ -30,7 +30,8 @@ from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs, decode_step
-from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
+from moeserve.worker.rank_context import RankContext
+from moeserve.worker.step_runner import StepOutputs, do_nothing
 
 MAX_TOKENS = 64  # maximum tokens of a captured step; in larger steps, Python takes little of the time
 MAX_TOKENS_PER_REQUEST = 16  # maximum tokens per request of a captured step
@@ -47,6 +48,7 @@ class StepSizes(NamedTuple):
     num_tokens: int
     tokens_per_request: int
     tokens_per_rank: tuple[int, ...]  # number of tokens that each ep rank dispatches
+    drafts_per_request: int = 0  # among these tokens
 
     @classmethod
     def of(cls, step: StepInputs) -> StepSizes | None:
@@ -57,9 +59,11 @@ class StepSizes(NamedTuple):
         num_tokens, num_rows = len(step.token_ids), step.max_rows_per_chunk
         if not 0 < num_tokens <= MAX_TOKENS or any(span.num_rows != num_rows for span in step.spans):
             return None
-        all_sample = len(step.logits_rows) == num_tokens
-        has_drafts = 1 < num_rows <= MAX_TOKENS_PER_REQUEST and all_sample and step.states is None
-        return cls(num_tokens, num_rows, step.tokens_per_rank) if num_rows == 1 or has_drafts else None
+        num_drafts = step.spans[0].num_drafts
+        if any(span.num_drafts != num_drafts for span in step.spans):
+            return None
+        has_drafts = num_drafts > 0 and num_rows <= MAX_TOKENS_PER_REQUEST and step.states is None
+        return cls(num_tokens, num_rows, step.tokens_per_rank, num_drafts) if num_rows == 1 or has_drafts else None
 
 
 logger = logging.getLogger(__name__)
@@ -94,14 +98,14 @@ class CapturedStep:
 
 
 class CpuGraphs:
-    """A `StepReplay` for CPU ranks, which replays decode steps from graphs.
+    """A `StepRunner` for CPU ranks, which replays decode steps from graphs.
 
     Likely sizes are captured while the rank is idle. Other sizes are captured when they occur for the second time. This
     takes about as long as running the layers without a graph.
     """
 
     def __init__(
-        self, model: Decoder, caches: list[Any], groups: Groups, context: StepContext, max_num_seqs: int
+        self, model: Decoder, caches: list[Any], groups: Groups, context: RankContext, max_num_seqs: int
     ) -> None:
         """
         Args:

@@ -25,8 +25,9 @@ from moeserve.models.rank_model import RankModel
 from moeserve.ops import sampling
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import NUM_SETTINGS, ChunkSpan, GroupTable, StepInputs
-from moeserve.worker.halves import in_halves
-from moeserve.worker.step_replay import StepContext, StepOutputs, do_nothing
+from moeserve.worker.overlap import overlapped
+from moeserve.worker.rank_context import RankContext
+from moeserve.worker.step_runner import StepOutputs, do_nothing
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP = 8, 32  # distance between sizes, up to LARGE_FROM and above
@@ -114,10 +115,10 @@ def memory_of_graphs(capture_sizes: Callable[[Sequence[int]], object], sizes: Se
 
 
 class CudaGraphs:
-    """A `StepReplay` for GPU ranks. All ranks together capture all graphs in the constructor."""
+    """A `StepRunner` for GPU ranks. All ranks together capture all graphs in the constructor."""
 
     def __init__(
-        self, model: RankModel, caches: list[Any], context: StepContext, sizes: Sequence[int], capture: Capture
+        self, model: RankModel, caches: list[Any], context: RankContext, sizes: Sequence[int], capture: Capture
     ) -> None:
         """Capture all graphs. Collective: all ranks.
 
@@ -140,8 +141,8 @@ class CudaGraphs:
         gc.freeze()
         for size in reversed(sizes):
             step = _first_rows(inputs, size, context.mesh, context.tp_rank)
-            if context.halving.divide(size, is_decode_only=True):
-                step = in_halves(step, tp=context.mesh.tp, tp_rank=context.tp_rank)
+            if context.overlap.applies(size, is_decode_only=True):
+                step = overlapped(step, tp=context.mesh.tp, tp_rank=context.tp_rank)
             before = model.groups.count_collectives()
             self._run(step)  # once without a graph, because connections are created at their first use
             self._num_collectives[size] = tuple(
@@ -191,7 +192,7 @@ class CudaGraphs:
         return outputs
 
 
-def _empty_inputs(size: int, context: StepContext) -> StepInputs:
+def _empty_inputs(size: int, context: RankContext) -> StepInputs:
     """Return a step of padding rows, whose memory all graphs read."""
     device = context.device
 

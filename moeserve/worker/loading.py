@@ -19,12 +19,13 @@ from moeserve.errors import CheckpointError
 from moeserve.kv.rank.cache import free_bytes
 from moeserve.kv.rank.items import CachedItems
 from moeserve.kv.rank.wire import CacheShare, TensorShare
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models import registry
+from moeserve.models.checkpoint.gguf_blocks import keep_gguf
 from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
@@ -62,11 +63,11 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     """
     weights = config.weights
     description = registry.describe(weights.model_path, weights.model_impl, weights.hf_overrides)
-    if config.schedule.has_draft_layer:
-        description = description.with_draft_layer()
+    if config.schedule.num_mtp_drafts:
+        description = description.with_draft_layers(config.schedule.num_mtp_drafts)
     device = torch.device(config.compute.device)
     placements = _place_experts(config, description, groups)
-    context = ModelContext(
+    context = BuildContext(
         _select_backend(config, device),
         groups,
         getattr(torch, weights.dtype),
@@ -85,6 +86,9 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         return LoadedModel(foreign)
     stage = config.parallel.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
+    checkpoint = None if weights.load_format == "dummy" else _open_checkpoint(config, description)
+    if checkpoint is not None and description.keeps_gguf(weights.dtype, weights.quantization):
+        keep_gguf(checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes).into)
     memory = loading_memory(model, fills_all_first=weights.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
     free = free_bytes(config)
@@ -93,18 +97,19 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     require_room(config, model.cache_needs, free - memory.kept)
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
-    if weights.load_format == "dummy":
+    if checkpoint is None:
         packer = Packer(model)
         fill_randomly(model, weights.seed)
         packer.finish()
         return LoadedModel(model.eval())
-    mapped_bytes = _load(config, description, model, placements, memory.kept, show_progress=show_progress)
+    mapped_bytes = _load(config, description, checkpoint, model, placements, memory.kept, show_progress=show_progress)
     return LoadedModel(model.eval(), mapped_bytes)
 
 
 def _load(
     config: EngineConfig,
     description: registry.Description,
+    checkpoint: Checkpoint,
     model: Decoder,
     placements: Sequence[Placement],
     num_bytes: int,
@@ -112,13 +117,8 @@ def _load(
     show_progress: bool,
 ) -> int:
     """Load a model's weights, of `num_bytes`. Return the size of those that are mapped from a file."""
-    weights = config.weights
-    weight_format, norm_offset = description.weight_format, description.family.norm_offset
-    if weights.quantization == "mxfp4":
-        weight_format = weight_format.with_mxfp4_kept()
-    checkpoint = open_checkpoint(Path(weights.model_path), weight_format)
-    checkpoint = translated(checkpoint, description.family, description.model.num_decoder_layers)
-    if weights.quantization == "int4" and weight_format.is_int4:
+    weights, norm_offset = config.weights, description.family.norm_offset
+    if weights.quantization == "int4" and description.weight_format.is_int4:
         keep_int4(checkpoint, destinations(model, norm_offset, checkpoint.shapes))
     cache = PackedWeightCache(cache_folder() / "packed", weights.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
@@ -143,6 +143,15 @@ def _load(
     return 0
 
 
+def _open_checkpoint(config: EngineConfig, description: registry.Description) -> Checkpoint:
+    """Open the checkpoint with the tensors' names that all families share."""
+    weight_format = description.weight_format
+    if config.weights.quantization == "mxfp4":
+        weight_format = weight_format.with_mxfp4_kept()
+    checkpoint = open_checkpoint(Path(config.weights.model_path), weight_format)
+    return translated(checkpoint, description.family, description.model.num_decoder_layers)
+
+
 def _place_experts(config: EngineConfig, description: registry.Description, groups: Groups) -> tuple[Placement, ...]:
     """Return the placement of experts in each layer that has them."""
     model, num_ranks = description.model, groups.ep.world_size
@@ -160,7 +169,7 @@ def _open_dispatchers(
     config: EngineConfig,
     description: registry.Description,
     placements: tuple[Placement, ...],
-    context: ModelContext,
+    context: BuildContext,
 ) -> DispatcherFactory:
     """Open the dispatchers for all layers. Collective: all ranks."""
     experts = description.model.expert_shape

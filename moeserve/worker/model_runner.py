@@ -18,14 +18,15 @@ from moeserve.models.rank_model import RankModel
 from moeserve.ops import sampling as sampling_operations
 from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
+from moeserve.worker.device_copies import Array, HostInputs, copies_for
 from moeserve.worker.drafting import Drafter, SampledStep
 from moeserve.worker.grammars import AllowedTokens, Grammars
-from moeserve.worker.halves import in_halves
+from moeserve.worker.overlap import overlapped
+from moeserve.worker.pending_step import PendingStep
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import NO_STATES, UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
 from moeserve.worker.sampler import SampledRows, SampleSpec, needs_tokens, prompt_logprobs, sample, sample_spec
-from moeserve.worker.started_step import StartedStep
-from moeserve.worker.step_memory import Array, HostInputs, memory_of
-from moeserve.worker.step_replay import StepContext, StepOutputs, StepReplay
+from moeserve.worker.step_runner import StepOutputs, StepRunner
 
 # Number of rows of prompt log-probabilities computed at once, because logits of a long prompt would not fit.
 PROMPT_ROWS = 64
@@ -37,8 +38,8 @@ class ModelRunner:
     def __init__(
         self,
         model: RankModel,
-        context: StepContext,
-        replay: StepReplay,
+        context: RankContext,
+        step_runner: StepRunner,
         table: RequestTable,
         *,
         appends_samples: bool = True,
@@ -54,12 +55,12 @@ class ModelRunner:
         """
         self.model = model
         self.context = context
-        self.replay = replay
+        self.step_runner = step_runner
         self.table = table
         self.appends_samples = appends_samples
         self.grammars = grammars
         self.drafter = drafter
-        self.memory = memory_of(table, context.device)
+        self.copies = copies_for(table, context.device)
 
     @functools.cached_property
     def _operations(self) -> SamplingOperations:
@@ -71,11 +72,11 @@ class ModelRunner:
         chunks: Sequence[Chunk],
         num_tokens: tuple[int, ...],
         padded_to: int | None = None,
-        previous: StartedStep | None = None,
+        previous: PendingStep | None = None,
         *,
-        has_halves: bool = False,
+        overlaps: bool = False,
         num_sampling: tuple[int, ...] = (),
-    ) -> StartedStep:
+    ) -> PendingStep:
         """Start one step. This waits only for the values of earlier tokens, and only if a request needs them.
         Collective: all ranks.
 
@@ -83,16 +84,16 @@ class ModelRunner:
             num_tokens: number of tokens of each replica's chunks, in order of dp rank.
             padded_to: number of rows to which all replicas pad a decode step; None: no padding.
             previous: the step before, which may still run; None: it has been finished. All earlier ones have been.
-            has_halves: run the step in halves, if it is not replayed.
+            overlaps: run the step with two-batch overlap, if it is not replayed.
             num_sampling: number of chunks of each replica that sample, for a drafter.
         """
         step = self.build_inputs(chunks, num_tokens, padded_to)
-        if has_halves:
-            step = in_halves(step, tp=self.context.mesh.tp, tp_rank=self.context.tp_rank)
-        outputs = self.replay(step)
+        if overlaps:
+            step = overlapped(step, tp=self.context.mesh.tp, tp_rank=self.context.tp_rank)
+        outputs = self.step_runner(step)
         if self.model.head is None:  # a later pipeline stage samples
-            nothing = self.memory.start_reading([torch.zeros(0)])
-            return StartedStep(chunks=[], sampling=[], reading=nothing, raise_failure=self.model.groups.raise_failure)
+            nothing = self.copies.start_reading([torch.zeros(0)])
+            return PendingStep(chunks=[], sampling=[], reading=nothing, raise_failure=self.model.groups.raise_failure)
         # Computing logits is collective, so all tp ranks do it.
         sampling = [chunk for chunk in chunks if chunk.samples]
         sampled = self._sample(outputs, step, chunks, sampling, previous) if sampling else None
@@ -105,20 +106,20 @@ class ModelRunner:
         if len(sampling) < len(chunks):
             last_rows_SD = outputs.hidden_TD.index_select(0, step.row_starts[1:] - 1)
             is_finite = last_rows_SD.isfinite().all(dim=1)
-        of_drafter = self._start_drafter(step, chunks, outputs, sampled, num_sampling)
+        of_drafter = self._start_drafter(step, chunks, outputs, sampled, num_tokens, num_sampling)
         tensors = [
             is_finite,
             *(each for prompt in prompts for each in prompt),
             *(sampled.tensors if sampled else ()),
             *of_drafter,
         ]
-        started = StartedStep(
+        started = PendingStep(
             chunks=chunks if self.context.tp_rank == 0 else [],
             sampling=sampling,
             sampled=sampled,
             drafter=self.drafter,
             num_draft_tensors=len(of_drafter),
-            reading=self.memory.start_reading(tensors),
+            reading=self.copies.start_reading(tensors),
             appends_samples=self.appends_samples,
             raise_failure=self.model.groups.raise_failure,
         )
@@ -132,6 +133,7 @@ class ModelRunner:
         chunks: Sequence[Chunk],
         outputs: StepOutputs,
         sampled: SampledRows | None,
+        num_tokens: tuple[int, ...],
         num_sampling: tuple[int, ...],
     ) -> list[Tensor]:
         """Start to draft after a step, and return the tensors that the drafter reads. Collective: all ranks."""
@@ -142,6 +144,7 @@ class ModelRunner:
             chunks=chunks,
             hidden_TD=outputs.hidden_TD,
             tokens_L=sampled.tokens_L if sampled else None,
+            num_tokens=num_tokens,
             num_sampling=num_sampling,
         )
         return self.drafter.start(sampled_step, self)
@@ -172,7 +175,7 @@ class ModelRunner:
         step: StepInputs,
         chunks: Sequence[Chunk],
         sampling: Sequence[Chunk],
-        previous: StartedStep | None,
+        previous: PendingStep | None,
     ) -> SampledRows:
         """Sample the next tokens on the first tp rank, and keep them for the next step. Collective: tp ranks."""
 
@@ -193,17 +196,17 @@ class ModelRunner:
             positions_L = sampled_rows(step.positions)
         if self.context.tp_rank == 0:
             specs = self._specs(sampling, previous)
-            upload = self.memory.upload
+            upload = self.copies.upload
             rows = sample(logits_LV, settings_LW, positions_L, specs, self._operations, upload, chosen_L)
         else:
             rows = SampledRows(tokens_L=torch.empty_like(slots_L), highest_L=slots_L, dtype=logits_LV.dtype)
         if self.appends_samples:
             tokens_L = self.model.groups.tp.broadcast(rows.tokens_L, 0)  # collective: tp ranks
-            self.memory.keep_tokens(slots_L, tokens_L)
+            self.copies.keep_tokens(slots_L, tokens_L)
             rows = dataclasses.replace(rows, tokens_L=tokens_L)
         return rows
 
-    def _specs(self, sampling: Sequence[Chunk], previous: StartedStep | None) -> dict[int, SampleSpec]:
+    def _specs(self, sampling: Sequence[Chunk], previous: PendingStep | None) -> dict[int, SampleSpec]:
         """Return the specs of the rows whose requests need more than their settings, by index of the row."""
         if not self.table.has_spec.any():
             return {}
@@ -211,7 +214,7 @@ class ModelRunner:
         special = [sampling[index] for index in np.flatnonzero(is_special).tolist()]
         if previous is not None and any(needs_tokens(chunk.request) for chunk in special):
             previous.finish()
-            self.replay.on_layers()  # so that the results of the previous step are sent without waiting for this step
+            self.step_runner.on_layers()  # sends the results of the previous step without waiting for this one
         # A GPU computes the logits in the meantime.
         first_rows = itertools.accumulate((chunk.num_sampled for chunk in sampling), initial=0)
         return {
@@ -231,7 +234,7 @@ class ModelRunner:
 
     def _prompt_logprobs(self, chunk: Chunk, hidden_TD: Tensor) -> list[Tensor]:
         """Return the argument of `prompt_rows`. Collective: tp ranks, because logits are."""
-        (targets_R,) = self.memory.upload([np.array(chunk.prompt_targets, np.int64)])
+        (targets_R,) = self.copies.upload([np.array(chunk.prompt_targets, np.int64)])
         num_top = chunk.request.params.prompt_logprobs or 0
         pieces = []
         for first in range(0, len(targets_R), PROMPT_ROWS):
@@ -245,7 +248,7 @@ class ModelRunner:
         self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
     ) -> StepInputs:
         """Return the inputs of a step with these chunks, on the device. `start` describes the arguments."""
-        mesh, block_size = self.context.mesh, self.context.block_size
+        mesh, block_size = self.context.mesh, self.model.context.block_size
         columns = tuple(zip(*chunks, strict=True)) or ((),) * len(Chunk._fields)
         by_name = dict(zip(Chunk._fields, columns, strict=True))
         tokens_of_chunk: Sequence[list[int]] = by_name["token_ids"]
@@ -281,7 +284,7 @@ class ModelRunner:
                 for table in self.table.tables
             ],
         )
-        tensors, (table, *other_tables) = self.memory.upload_step(inputs, max_blocks)
+        tensors, (table, *other_tables) = self.copies.upload_step(inputs, max_blocks)
         on_device: dict[str, Any] = tensors
         del on_device["chunk_slots"]
         padding, state_rows_4S = on_device.pop("padding"), on_device.pop("state_rows")

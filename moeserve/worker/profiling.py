@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import functools
 
+from moeserve.config.devices import DEVICES
 from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.kv.layer_cache import CacheNeeds, Places
-from moeserve.kv.rank.cache import count_blocks, free_bytes, measure_step_memory
+from moeserve.kv.rank.cache import RankMemory, count_blocks, free_bytes, measure_step_memory
 from moeserve.machine import shown_bytes
 from moeserve.models.rank_model import RankModel
 from moeserve.ops.attention.dense import MAX_MASK_SIZE
-from moeserve.ops.sampling.reference import PIECE_SIZE
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.drafting import drafter_of
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
-from moeserve.worker.step_replay import EagerSteps, StepContext
+from moeserve.worker.step_runner import EagerSteps
 
 LARGE_STEP_TOKENS = 8192  # steps of at most this size are not checked before the first is run
 NUM_PREDICTING = 65536  # number of tokens of a step whose memory is, per token, at most twice that of the largest step
 LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the whole context
 
 
-def make_probe(model: RankModel, context: StepContext, config: EngineConfig) -> ModelRunner:
+def make_probe(model: RankModel, context: RankContext, config: EngineConfig) -> ModelRunner:
     """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
     shallow = model.with_one_layer_of_each_kind()
-    caches = shallow.make_caches(Places.equal(context.rules, 1, context.block_size))  # trial steps store no states
+    caches = shallow.make_caches(Places.equal(context.rules, 1))  # trial steps store no states
     for cache in caches:
         cache.clear()  # because trial steps read positions that were never written
     # All blocks are block 0.
     table = RequestTable(config.schedule.max_num_seqs, context.max_blocks, len(context.rules.tables))
-    drafter, replay = drafter_of(config, shallow, caches), EagerSteps(shallow, caches)
-    return ModelRunner(shallow, context, replay, table, appends_samples=False, drafter=drafter)
+    drafter, steps = drafter_of(config, shallow, caches), EagerSteps(shallow, caches)
+    return ModelRunner(shallow, context, steps, table, appends_samples=False, drafter=drafter)
 
 
 def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, reserved_bytes: int) -> int:
@@ -48,7 +49,7 @@ def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, 
     """
     require_room_for_steps(config, probe)
     run_largest_step = functools.partial(_run_for_memory, probe, largest_step(config))
-    return count_blocks(config, needs, reserved_bytes, run_largest_step)
+    return count_blocks(config, needs, reserved_bytes, lambda: RankMemory.measured(config, run_largest_step))
 
 
 def require_room_for_steps(config: EngineConfig, probe: ModelRunner) -> None:
@@ -101,7 +102,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
     greedy = RequestParams(temperature=0.0)
     random = RequestParams(temperature=1.0, top_p=0.9, logprobs=1 if config.compute.device == "cuda" else None)
     num_random = (
-        PIECE_SIZE[config.compute.device] // config.texts.vocab_size + 1
+        DEVICES[config.compute.device].sampling_piece // config.texts.vocab_size + 1
     )  # rows sampled at once; more take no more memory
     chunks: list[Chunk] = []
     num_left = min(max_tokens or config.schedule.max_num_batched_tokens, config.schedule.max_num_batched_tokens)
@@ -126,15 +127,14 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
 
 
 def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
-    """Run a step, and run it again in halves if steps of its size may run in halves."""
+    """Run a step, and run it again with two-batch overlap if steps of its size may have it."""
     for chunk in chunks:
         probe.table.add(chunk.slot, chunk.request, [[]] * len(probe.table.tables))
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-    halving = probe.context.halving
-    may_be_halved = any(halving.divide(num_tokens, is_decode_only=each) for each in (False, True))
-    for has_halves in (False, True)[: 1 + may_be_halved]:
+    may_overlap = any(probe.context.overlap.applies(num_tokens, is_decode_only=each) for each in (False, True))
+    for overlaps in (False, True)[: 1 + may_overlap]:
         num_tokens_of, num_sampling = ((count,) * probe.context.mesh.dp for count in (num_tokens, len(chunks)))
-        probe.start(chunks, num_tokens_of, has_halves=has_halves, num_sampling=num_sampling).finish()
+        probe.start(chunks, num_tokens_of, overlaps=overlaps, num_sampling=num_sampling).finish()
 
 
 def _run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:

@@ -11,8 +11,8 @@ from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.rules import RULES, CacheGroup
-from moeserve.protocol import Transfer, TransferOutcome
-from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.protocol import Transfer, TransferResult
+from moeserve.scheduling.lockstep import Round, RoundResult
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answers(self) -> bool:
-        """True if this rank sends the outcomes of rounds."""
+        """True if this rank sends the results of rounds."""
         return self.samples or self.config.failure.debug_rank_state
 
 
@@ -77,7 +77,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     other_groups: list[GroupFacts] = []  # cache groups after the first; the same on all ranks
 
 
-FromRank: TypeAlias = Loaded | Outcome | TransferOutcome
+FromRank: TypeAlias = Loaded | RoundResult | TransferResult
 
 
 def rank_name(config: EngineConfig, rank: int) -> str:

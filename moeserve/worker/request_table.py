@@ -33,6 +33,7 @@ class RequestState:
     state_row: int = -1  # row of the state before its next token; -1: zeros
     own_state_row: int = -1  # row to which its chunks write the state after them
     history: TokenHistory | None = None  # its tokens, only on a rank that drafts by n-grams
+    first_computed: int | None = None  # first position that was computed here, only on a rank that drafts by modules
 
     @property
     def num_output_tokens(self) -> int:

@@ -32,51 +32,52 @@ from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.models.rank_model import RankModel
 from moeserve.ops.backend import Backend
 from moeserve.ops.native import missing_kernels, set_num_threads
 from moeserve.ops.side_stream import CudaSideStream
-from moeserve.protocol import RankReport, StepPlan, StepResult, TransferOutcome
-from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
+from moeserve.protocol import RankReport, StepPlan, StepResult, TransferResult
+from moeserve.scheduling.lockstep import Agreement, Round, RoundResult, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.drafting import drafter_of
 from moeserve.worker.grammars import grammars_of
-from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.loading import LoadedModel, cache_share, load_model, store_key
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.overlap import OverlapLimits
+from moeserve.worker.pending_step import PendingStep
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
 from moeserve.worker.protocol import GroupFacts, Loaded, StoreFacts
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.room import num_states_of
-from moeserve.worker.started_step import StartedStep
-from moeserve.worker.step_replay import EagerSteps, ReplayFactory, StepContext
+from moeserve.worker.step_runner import EagerSteps, StepRunnerFactory
 
 logger = logging.getLogger(__name__)
 
 
-class StartedRound:
+class PendingRound:
     """A round whose step the device may still be computing."""
 
-    def __init__(self, agreement: Agreement, step: StartedStep | None, finish: Callable[[], Outcome]) -> None:
+    def __init__(self, agreement: Agreement, step: PendingStep | None, finish: Callable[[], RoundResult]) -> None:
         self.agreement = agreement
         self.step = step
-        self._finish: Callable[[], Outcome] | None = finish
-        self._outcome: Outcome
+        self._finish: Callable[[], RoundResult] | None = finish
+        self._result: RoundResult
 
     @property
     def is_done(self) -> bool:
         """True if `finish` would return at once."""
         return self._finish is None or self.step is None or self.step.is_done
 
-    def finish(self) -> Outcome:
-        """Wait for the step, and return the outcome. May be called more than once."""
+    def finish(self) -> RoundResult:
+        """Wait for the step, and return the result. May be called more than once."""
         if self._finish is not None:
-            self._outcome = self._finish()
+            self._result = self._finish()
             self._finish = None  # drop the function, because it refers to the worker and its model
-        return self._outcome
+        return self._result
 
 
 class Worker:
@@ -86,7 +87,8 @@ class Worker:
     def __init__(self, config: EngineConfig, groups: Groups, *, show_progress: bool) -> None:
         """Load and prepare everything. Collective: all ranks."""
         self.groups = groups
-        set_num_threads(config.compute.num_threads)
+        self._num_threads = config.compute.num_threads
+        set_num_threads(self._num_threads)
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model, layers = loaded.model, loaded.model.moe_layers
@@ -94,20 +96,19 @@ class Worker:
         logger.info("loaded %s in %.1f s", config.weights.model_path, time.monotonic() - started)
         # collective: all ranks; all have loaded, so what is free now is left for caches
         groups.wait_until_loaded(config.failure.load_timeout, started)
-        context = StepContext(
+        context = RankContext(
             mesh=groups.mesh,
             tp_rank=groups.tp.rank_in_group,
-            block_size=config.cache.block_size,
             max_blocks=-(-config.schedule.max_model_len // config.cache.block_size),
             device=torch.device(config.compute.device),
-            halving=HalvingLimits(
+            overlap=OverlapLimits(
                 decode=config.experts.overlap_decode_tokens, prefill=config.experts.overlap_prefill_tokens
             ),
             rules=model.cache_needs.rules,
         )
-        replay = select_replay(config, model, groups, context)
+        factory = select_step_runner(config, model, groups, context)
         rebalances = config.experts.rebalance == "auto" and bool(layers)
-        reserved_bytes = replay.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
+        reserved_bytes = factory.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
         self.num_blocks = self._count_blocks(config, loaded, context, reserved_bytes)
 
         self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero
@@ -126,22 +127,23 @@ class Worker:
         self.runner = ModelRunner(
             model,
             context,
-            replay.make(caches),
+            factory.make(caches),
             RequestTable(config.schedule.max_num_seqs, context.max_blocks, len(context.rules.tables)),
             appends_samples=config.schedule.async_scheduling,
             grammars=grammars_of(config.texts.tokenizer_path, config.texts.vocab_size),
             drafter=drafter_of(config, model, caches),
         )
+        self.prepare_thread()
         self.capture_ahead()  # the smallest step, which comes first
         self._num_rounds = 0
-        self._previous: StartedRound | None = None
+        self._previous: PendingRound | None = None
         self._finished_s = 0.0  # when the last step was finished
         self._reports_state = config.failure.debug_rank_state
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
             (logger.warning if config.compute.device == "cpu" else logger.info)(note)
 
     def _count_blocks(
-        self, config: EngineConfig, loaded: LoadedModel, context: StepContext, reserved_bytes: int
+        self, config: EngineConfig, loaded: LoadedModel, context: RankContext, reserved_bytes: int
     ) -> int:
         """Return the number of KV cache blocks on each rank. Collective: all ranks.
 
@@ -163,7 +165,7 @@ class Worker:
 
     def _make_caches(self, config: EngineConfig, model: RankModel) -> list[Any]:
         """Return the cache of each block of the model."""
-        places = Places(self._groups_of_tables(config, model), config.cache.block_size, num_states_of(config))
+        places = Places(self._groups_of_tables(config, model), num_states_of(config))
         caches = model.make_caches(places)
         if model.context.backend.needs_finite_caches:  # a library's kernel may multiply values behind a context by zero
             for cache in caches:
@@ -219,11 +221,17 @@ class Worker:
         receiver = BlockReceiver(items, share, key, timeout_s, rank=rank % num_ranks, num_ranks=num_ranks, nixl=nixl)
         return sender, receiver
 
-    def start_transfers(self, send: Callable[[TransferOutcome], None]) -> Transfers:
+    def prepare_thread(self) -> None:
+        """Prepare the calling thread for steps. Torch has a number of threads for each thread that calls it."""
+        # Torch does little beside the C++ kernels, and its threads would take the cores from theirs while they spin.
+        has_kernels = self.runner.model.context.backend.native is not None
+        torch.set_num_threads(1 if has_kernels else self._num_threads)
+
+    def start_transfers(self, send: Callable[[TransferResult], None]) -> Transfers:
         """Start the threads that run transfers of KV cache items.
 
         Args:
-            send: called with the outcome of each transfer, in any thread.
+            send: called with the result of each transfer, in any thread.
         """
         self._transfers = Transfers(self._store, self._sender, self._receiver, send)
         return self._transfers
@@ -231,14 +239,14 @@ class Worker:
     @torch.inference_mode()
     def capture_ahead(self) -> bool:
         """Capture a likely step before it occurs. Return False if there is no such step left."""
-        return self.runner.replay.capture_ahead()
+        return self.runner.step_runner.capture_ahead()
 
-    def execute(self, work: Round) -> Outcome:
-        """Run a round to its end, and return its outcome. Collective: all ranks. See `start`."""
+    def execute(self, work: Round) -> RoundResult:
+        """Run a round to its end, and return its result. Collective: all ranks. See `start`."""
         return self.start(work).finish()
 
     @torch.inference_mode()
-    def start(self, work: Round) -> StartedRound:
+    def start(self, work: Round) -> PendingRound:
         """Agree with the other replicas, and start the step that follows. Collective: all ranks.
 
         There is no step if no replica has tokens or requests expert loads. There is no other round after an agreement
@@ -255,20 +263,20 @@ class Worker:
         agreement = self._agree(work)
         started = time.perf_counter()
         if agreement.is_idle or agreement.ends_all:
-            return StartedRound(agreement, None, lambda: Outcome(agreement=agreement))
+            return PendingRound(agreement, None, lambda: RoundResult(agreement=agreement))
         self._switch_placement()
         self._collect_load(agreement)
-        step: StartedStep | None = None
+        step: PendingStep | None = None
         error, padded_to = "", None
         if any(agreement.num_tokens):
-            padded_to = self.runner.replay.padded_size(agreement)
+            padded_to = self.runner.step_runner.padded_size(agreement)
             moved_piece = self.rebalancer.begin_step() if self.rebalancer else None
             step, error = self._start_step(work.plan, agreement, padded_to)
             if self.rebalancer:
                 self.rebalancer.finish_step(moved_piece)
         load, self._load = self._load, None
 
-        def finish() -> Outcome:
+        def finish() -> RoundResult:
             chunks = step.finish() if step is not None else []
             # Exclude the time until `_finished_s`, in which a GPU may still have computed the previous step.
             seconds = time.perf_counter() - max(started, self._finished_s)
@@ -276,7 +284,7 @@ class Worker:
             if any(agreement.num_tokens):
                 self.load_meter.add_step(agreement.num_tokens, seconds, padded_to)
             own_tokens = agreement.num_tokens[self.groups.dp.rank_in_group]
-            return Outcome(
+            return RoundResult(
                 agreement=agreement,
                 result=StepResult(step=work.plan.step if work.plan else 0, chunks=chunks, load=load),
                 error=error,
@@ -286,7 +294,7 @@ class Worker:
                 reports=self._reports(work.plan),
             )
 
-        self._previous = StartedRound(agreement, step, finish)
+        self._previous = PendingRound(agreement, step, finish)
         if self._reports_state or self._previous.is_done:  # a report is of the table before the next plan changes it
             self._previous.finish()
         return self._previous
@@ -297,10 +305,10 @@ class Worker:
 
     def _start_step(
         self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None
-    ) -> tuple[StartedStep | None, str]:
+    ) -> tuple[PendingStep | None, str]:
         """Start a step with tokens. Return the step, or an error if it failed on the only rank."""
         chunks = [] if plan is None else self.runner.table.apply(plan)
-        has_halves = padded_to is None and self.runner.context.halving.divide(
+        overlaps = padded_to is None and self.runner.context.overlap.applies(
             max(agreement.num_tokens), is_decode_only=agreement.is_decode_only
         )
         previous = self._previous.step if self._previous else None
@@ -310,7 +318,7 @@ class Worker:
                 agreement.num_tokens,
                 padded_to,
                 previous,
-                has_halves=has_halves,
+                overlaps=overlaps,
                 num_sampling=agreement.num_sampling,
             ), ""
         except Exception as error:
@@ -363,15 +371,17 @@ class Worker:
             self.rebalancer.consider(collected.of_stage, collected.figures_of_rank)
 
 
-def select_replay(config: EngineConfig, model: RankModel, groups: Groups, context: StepContext) -> ReplayFactory:
-    """Return the factory of this rank's `StepReplay`. All ranks make the same choice."""
+def select_step_runner(
+    config: EngineConfig, model: RankModel, groups: Groups, context: RankContext
+) -> StepRunnerFactory:
+    """Return the factory of this rank's `StepRunner`. All ranks make the same choice."""
     backend = model.context.backend
     if backend.make_step_graph is not None and not config.compute.enforce_eager and groups.supports_cpu_graphs:
         assert isinstance(model, Decoder), "other models run eagerly"
         make = functools.partial(
             CpuGraphs, model, groups=groups, context=context, max_num_seqs=config.schedule.max_num_seqs
         )
-        return ReplayFactory(reserved_bytes=lambda: MEMORY_BYTES, make=make)
+        return StepRunnerFactory(reserved_bytes=lambda: MEMORY_BYTES, make=make)
     if backend.supports_cuda_graphs and not config.compute.enforce_eager and groups.supports_cuda_graphs:
 
         def is_capturable(tokens_per_rank: Sequence[int]) -> bool:  # collective: all ranks, over stages
@@ -386,11 +396,11 @@ def select_replay(config: EngineConfig, model: RankModel, groups: Groups, contex
         def reserved_bytes() -> int:
             if config.cache.kv_cache_memory is not None:
                 return 0
-            one_block = model.make_caches(Places.equal(context.rules, 1, context.block_size))
+            one_block = model.make_caches(Places.equal(context.rules, 1))
             return memory_of_graphs(functools.partial(capture, one_block), sizes)
 
-        return ReplayFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
-    return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
+        return StepRunnerFactory(reserved_bytes=reserved_bytes, make=lambda caches: capture(caches, sizes))
+    return StepRunnerFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
 
 
 def saved_rows_of(config: EngineConfig) -> range:
@@ -398,7 +408,7 @@ def saved_rows_of(config: EngineConfig) -> range:
     return range(config.schedule.max_num_seqs, config.schedule.max_num_seqs + (config.cache.num_saved_states or 0))
 
 
-def note_on_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> str | None:
+def note_on_bytes(config: EngineConfig, model: ModelSpec, backend: Backend) -> str | None:
     """Return on what the bytes of a request's results depend, or None if on the request alone.
 
     Without C++ kernels on a CPU, the note also says how to get them.

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-import moeserve.engine.process  # noqa: F401  so that the fork server has it loaded
+import moeserve.engine.replica_process  # noqa: F401  so that the fork server has it loaded
 from moeserve.addresses import StoreAddress
 from moeserve.distributed.store_server import start_store
 from moeserve.processes.child import Parent

@@ -20,12 +20,12 @@ MIDDLE = 8  # tokens of all ranks
 
 def bytes_of_tokens(folder: str | Path, num_tokens: int, dtype: str = "float32") -> int:
     """Return the bytes of this many tokens in dispatch, as dispatchers count them."""
+    from moeserve.config.expert_layout import BYTES_OF_DTYPE
     from moeserve.models.registry import describe
-    from moeserve.planner.layout import BYTES_OF_DTYPE
 
-    model = describe(folder).model
-    assert model.first_moe is not None
-    return num_tokens * model.first_moe.router.top_k * model.hidden_size * BYTES_OF_DTYPE[dtype]
+    experts = describe(folder).model.expert_shape
+    assert experts is not None
+    return num_tokens * experts.top_k * experts.hidden_size * BYTES_OF_DTYPE[dtype]
 
 
 def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitStack:

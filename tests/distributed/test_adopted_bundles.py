@@ -51,7 +51,7 @@ def test_a_change_uses_free_bundles_alone(reference_named: Callable[[str], Refer
         found = ray.get(task.remote(reference.folder))
         free = ray.available_resources()["CPU"]
     assert free == 1  # outside of the group nothing was reserved
-    assert found["tokens"] == [[reference.greedy(prompt, 8) for prompt in prompts]] * 4
+    assert found["tokens"] == [reference.continuations(prompts, 8)] * 4
     assert found["size"] == 1
     too_few_free, too_small = found["errors"]
     for part in ("ScaleError", "4 bundles", "of which 1 are free", "3 ranks"):

@@ -19,9 +19,9 @@ from unittest import mock
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from deepep_stand_in import Buffer, ElasticBuffer, quantised, stand_in
 from joining import join
-from model_context import cpu_context
 from model_parts import networks_of
 from ranks import Place, Ranks
 from test_dispatch import StepOf, expert_output
@@ -45,7 +45,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
 from moeserve.ops.rows.interface import Float8Rows, Rows, plain_rows
 from moeserve.step_inputs import ChunkSpan, StepInputs
-from moeserve.worker.halves import in_halves
+from moeserve.worker.overlap import overlapped
 
 CPU = torch.device("cpu")
 WIDTH = 2048  # the smallest that the low-latency kernels support
@@ -436,12 +436,12 @@ class OneDispatcher:
 
 
 def test_one_half_computes_while_the_other_is_dispatched_or_combined(ranks: Ranks, tmp_path: Path) -> None:
-    """Steps in halves have the results of whole ones, and low-latency kernels never have more than two results.
+    """Overlapped steps have the results of whole ones, and low-latency kernels never have more than two results.
 
     Nothing but the order of calls is shown: the stand-in has no streams.
     """
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
-    for timelines in ranks.run(2, "test_deepep:run_halves", folder=str(tmp_path)):
+    for timelines in ranks.run(2, "test_deepep:run_overlapped", folder=str(tmp_path)):
         for name, timeline in timelines.items():
             prefix = "low_latency_" if name == "low latency" else ""
             attend = ["attention", f"{prefix}dispatch issued"]
@@ -451,8 +451,8 @@ def test_one_half_computes_while_the_other_is_dispatched_or_combined(ranks: Rank
                                 *experts, waited, waited]  # fmt: skip
 
 
-def run_halves(place: Place, folder: str) -> dict[str, list[str]]:
-    """Return the calls of a step in halves with each kind of kernels."""
+def run_overlapped(place: Place, folder: str) -> dict[str, list[str]]:
+    """Return the calls of an overlapped step with each kind of kernels."""
     case = Case("", slots_of(2, 2), [[], []], 2)  # the placement
     timelines = {}
     with rank_under_test(place) as here, torch.inference_mode():
@@ -464,17 +464,17 @@ def run_halves(place: Place, folder: str) -> dict[str, list[str]]:
             num_own = tokens[place.rank]
             step = prompt_step(num_own, tokens)
             whole = model_of(folder, here.dispatcher(case, Setup(package, most_of_whole)))
-            whole_TD = whole(step, whole.make_caches(Places.equal(CacheRules(), 1, 16)))
+            whole_TD = whole(step, whole.make_caches(Places.equal(CacheRules(), 1)))
             dispatcher = here.dispatcher(case, Setup(package, 4))
             timeline = cast(Any, dispatcher.communicator).buffer.timeline
             model = model_of(folder, dispatcher)
             for mixer, moe in networks_of(model):
                 mixer.register_forward_pre_hook(lambda *_, log=timeline: log.append("attention"))
                 moe.experts.register_forward_pre_hook(lambda *_, log=timeline: log.append("experts"))
-            halved_TD = model(in_halves(step, tp=1, tp_rank=0), model.make_caches(Places.equal(CacheRules(), 1, 16)))
+            overlapped_TD = model(overlapped(step, tp=1, tp_rank=0), model.make_caches(Places.equal(CacheRules(), 1)))
             timelines[name] = list(timeline)
-            assert torch.equal(halved_TD, whole_TD), name
-            assert len(halved_TD) == num_own
+            assert torch.equal(overlapped_TD, whole_TD), name
+            assert len(overlapped_TD) == num_own
     return timelines
 
 

@@ -16,10 +16,10 @@ from unittest import mock
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joining import join
-from model_context import cpu_context
 from ranks import Place, Ranks
 from thread_ranks import Record, Table, ThreadGroup, run
 from torch import Tensor
@@ -32,16 +32,16 @@ from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, Dispatch
 from moeserve.layers.moe.dispatch.base import Dispatcher, PackedTokens, StepLimits
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.dispatch.shared_rows import share_rows
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.layer import MoELayer, MoESpec
 from moeserve.layers.moe.placement.eplb import eplb
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.pairs.interface import PairKernels
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.select import select_backend
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import graph_sizes
@@ -138,7 +138,10 @@ def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, 
     assert isinstance(tokens, PackedTokens)
     check_expected_rows(tokens, case, group.rank_in_group)
     counts = tokens.groups.counts_e.tolist()
-    output = compute(tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
+    rows_RD = tokens.rows_RD
+    if tokens.gather is not None:
+        rows_RD = rows_RD[tokens.gather.indices_R // tokens.gather.divisor]
+    output = compute(rows_RD, counts, case.logical_of_slot[group.rank_in_group])
     output = output if tokens.out_RD is None else tokens.out_RD.copy_(output)
     return dispatched.combine(output).wait(), counts
 
@@ -534,7 +537,7 @@ def test_tensors_of_captured_steps_stay_alive() -> None:
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_capturable_steps(name: Any) -> None:
     """A step is captured if the rows of all pairs, for which padded steps have room, are few enough."""
-    config = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), expert_width=6)
+    config = MoESpec(router=RouterSpec(num_experts=4, top_k=2), expert_width=6)
     placement = CASES["one token"].placement
     group = cast(Any, ThreadGroup(Table(2), 0))
     for keeps_bytes, max_bytes in ((True, 2**26), (False, 2**29)):
@@ -580,11 +583,11 @@ def run_of(*sizes: int) -> Run:
 def test_layer(dispatcher: Any, placement: Placement) -> None:
     """The whole layer, with experts and shared experts, equals that of one rank within rounding."""
     torch.manual_seed(0)
-    config = MoEConfig(
-        router=RouterConfig(num_experts=10, top_k=3, is_normalized=True),
+    config = MoESpec(
+        router=RouterSpec(num_experts=10, top_k=3, is_normalized=True),
         expert_width=6,
         has_expert_bias=True,
-        shared=SharedExpertsConfig(width=7, is_gated=True),
+        shared=SharedExpertsSpec(width=7, is_gated=True),
     )
     context = cpu_context()
     whole = MoELayer(

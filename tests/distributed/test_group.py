@@ -61,16 +61,22 @@ def exchange_with_a_late_rank(place: Place, transport: TransportName) -> list[fl
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_waits_are_measured_by_operation(ranks: Ranks, transport: TransportName) -> None:
-    """In each operation the late rank waits least, though over all operations all ranks wait equally long."""
-    waited = ranks.run(3, "test_group:wait_in_turn", transport=transport)
-    assert len({len(of_rank) for of_rank in waited}) == 1
-    by_operation = [of_operation for of_operation in zip(*waited, strict=True) if max(of_operation) > 0.08]
-    assert len(by_operation) == 6
-    for number, of_operation in enumerate(by_operation):
-        assert of_operation.index(min(of_operation)) == number % 3
+    """In each operation the late rank waits least, though over all operations all ranks wait equally long.
+
+    A rank is late by more and more, until other delays of this machine are small beside that.
+    """
+    late_ranks = []
+    for seconds in (0.01, 0.1, 1.0):
+        waited = ranks.run(3, "test_group:wait_in_turn", transport=transport, seconds=seconds)
+        assert len({len(of_rank) for of_rank in waited}) == 1
+        by_operation = [of_operation for of_operation in zip(*waited, strict=True) if max(of_operation) > 1.5 * seconds]
+        late_ranks.append([of_operation.index(min(of_operation)) for of_operation in by_operation])
+        if late_ranks[-1] == [0, 1, 2, 0, 1, 2]:
+            return
+    raise AssertionError(f"the ranks that waited least, for each lateness: {late_ranks}")
 
 
-def wait_in_turn(place: Place, transport: TransportName) -> list[float]:
+def wait_in_turn(place: Place, transport: TransportName, seconds: float) -> list[float]:
     """Return the waits of the ep group in two equal steps, in which each rank in turn is late: after all others.
 
     Rank 0 is also late in the world and dp groups, whose waits do not count, though all use the same connection.
@@ -83,11 +89,11 @@ def wait_in_turn(place: Place, transport: TransportName) -> list[float]:
             late, call = number % place.num_ranks, f"{step}/{number}"
             if place.rank == late:
                 store.wait([f"{call}/{rank}" for rank in range(place.num_ranks) if rank != late])
-                time.sleep(0.05)
+                time.sleep(seconds)
             store.set(f"{call}/{place.rank}", "")
             groups.ep.all_gather(torch.ones(1), [1] * place.num_ranks)
             if place.rank == 0:
-                time.sleep(0.05)
+                time.sleep(seconds)
             (groups.world if number % 2 else groups.dp).barrier()
     after = groups.ep.seconds_waited()
     return [now - then for now, then in zip(after, before + [0.0] * (len(after) - len(before)), strict=True)]
@@ -231,7 +237,7 @@ def outlive(place: Place, victim: int, how: str, operation: str, transport: Tran
             case "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "is late":
-                time.sleep(0.5 * timeout_s)
+                time.sleep(1.2)  # longer than ranks wait between two checks of their connections
             case "leaves":
                 groups.leave("ValueError: the expert is missing")
                 store.wait([f"failed/{rank}" for rank in range(place.num_ranks) if rank != victim])
@@ -278,7 +284,7 @@ def test_a_stuck_rank_is_named_at_the_timeout(ranks: Ranks, transport: str) -> N
 
 
 def test_a_slow_rank_is_no_failure(ranks: Ranks) -> None:
-    arguments: dict[str, Any] = dict(operation="reduce_scatter", timeout_s=5.0, transport="auto")
+    arguments: dict[str, Any] = dict(operation="reduce_scatter", timeout_s=600.0, transport="auto")
     values = ranks.run(4, "test_group:outlive", victim=1, how="is late", **arguments)
     assert [message for _, message in values] == [""] * 4
 

@@ -92,12 +92,24 @@ NEWER = (
     "minimax-m3",
     "zaya-odd",
     "inkling",
+    "inkling2",
+    "qwen4-exp",
+    "muse-spark",
 )
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in NEWER]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
 
 
-@pytest.mark.slow_but("mixtral-2-2-all", "deepseek-v3-four-heads-1-8", "gpt-oss-2-2-shared", "qwen3-moe-eight-heads-4")
+def experts_per_token(reference: Reference, name: str) -> int:
+    """Return the number of experts that the router of a shape chooses for each token."""
+    text = reference.model.config.get_text_config()
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+    of_experts = getattr(text, "ffn_config", text)
+    top_k: int = next(getattr(of_experts, key) for key in keys if hasattr(of_experts, key))
+    return top_k + (text.n_shared_experts if name == "inkling" else 0)  # which it chooses for each token
+
+
+@pytest.mark.slow_but("mixtral-2-2-all", "deepseek-v3-four-heads-1-8-all")
 @pytest.mark.parametrize(("name", "tp", "dp", "dispatcher", "num_redundant", "max_small_tokens"), CASES)
 def test_tokens_of_transformers(
     ranks: Ranks,
@@ -113,12 +125,7 @@ def test_tokens_of_transformers(
     reference = reference_named(name)
     options = dict(dispatcher=dispatcher, num_redundant_experts=num_redundant)
     stories = play(ranks, reference, tp, dp, max_small_tokens, **options)
-    text = reference.model.config.get_text_config()
-    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
-    of_experts = getattr(text, "ffn_config", text)
-    top_k = next(getattr(of_experts, key) for key in keys if hasattr(of_experts, key))
-    top_k += text.n_shared_experts if name == "inkling" else 0  # which the router chooses for each token
-    worker_groups.check_counts(stories, tp, top_k)
+    worker_groups.check_counts(stories, tp, experts_per_token(reference, name))
     check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
     check_results(reference, stories, play(ranks, reference, 1, 1, dispatcher="local"))
 

@@ -52,6 +52,7 @@ class Cluster:
         launch += ["--head", machines[0].address, "--nodes", str(len(machines)), "--", *program]
         self.launches = [host.start(launch, self.log(host), **ENVIRONMENT, **SHARED_TOKEN) for host in machines]
         self._pipe = os.open(self._commands, os.O_RDWR)  # does not wait for the reader
+        self._settings: dict[str, Any] | None = None  # of the running engine
 
     def log(self, host: Host) -> Path:
         return self._folder / f"{host.address}.log"
@@ -80,6 +81,21 @@ class Cluster:
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         self.send(do, **arguments)
         return self.answer()
+
+    def run_engine(self, settings: dict[str, Any] | None) -> None:
+        """Let this engine run and no other: any takes cores that another needs. None: no engine."""
+        if settings == self._settings:
+            return
+        if self._settings is not None:
+            assert self.ask("stop").keys() == {"seconds"}
+            self._settings = None
+            self.wait_for(lambda: not any(self.ranks(host, RANK, ENGINE) for host in self.hosts), 60)
+            left = {"groups": [], "object_bytes": 0}
+            self.wait_for(lambda: {name: self.ask("left")[name] for name in left} == left, 60)
+        if settings is not None:
+            started = self.ask("start", **settings)
+            assert "error" not in started, started["error"] + self.shown_logs()
+            self._settings = settings
 
     def shown_logs(self) -> str:
         logs = [log for host in self.hosts if (log := self.log(host)).exists()]
@@ -116,30 +132,35 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, namespaces: None) -> Itera
         cluster = Cluster(machines, tmp_path_factory.mktemp("cluster"))
         try:
             yield cluster
+            cluster.run_engine(None)
         finally:
             cluster.end()
 
 
-@contextlib.contextmanager
-def engine(cluster: Cluster, reference: Reference, tp: int, dp: int, **settings: Any) -> Iterator[None]:
+def settings_of(reference: Reference, tp: int, dp: int, **settings: Any) -> dict[str, Any]:
     layout = {"tensor_parallel_size": tp, "data_parallel_size": dp, "model": str(reference.folder)}
-    started = cluster.ask("start", **SETTINGS | layout | settings)
-    assert "error" not in started, started["error"] + cluster.shown_logs()
-    try:
-        yield
-    finally:
-        assert cluster.ask("stop").keys() == {"seconds"}
-        cluster.wait_for(lambda: not any(cluster.ranks(host, RANK, ENGINE) for host in cluster.hosts), 60)
-        left = {"groups": [], "object_bytes": 0}
-        cluster.wait_for(lambda: {name: cluster.ask("left")[name] for name in left} == left, 60)
+    return SETTINGS | layout | settings
+
+
+@pytest.fixture
+def stages(cluster: Cluster, reference: Reference) -> None:
+    """Two pipeline stages, each with all cores of a host."""
+    cluster.run_engine(settings_of(reference, 1, 1, pipeline_parallel_size=2, num_threads=CORES))
+
+
+@pytest.fixture
+def replicas(cluster: Cluster, reference: Reference) -> None:
+    """Two replicas of two ranks, each on one host."""
+    cluster.run_engine(settings_of(reference, 2, 2, num_threads=1, num_redundant_experts=4, debug_rank_state=True))
 
 
 def expected(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
-    return [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    return reference.continuations(prompts, NUM_TOKENS)
 
 
 @pytest.mark.soak
 def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, reference: Reference) -> None:
+    cluster.run_engine(None)
     prompts = reference.prompts(3, 17)
     settings = SETTINGS | {"executor": "auto", "data_parallel_size": 2, "model": str(reference.folder)}
     bundles = [{"CPU": CORES}] * 2
@@ -150,44 +171,33 @@ def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, re
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("stages")
 def test_pipeline_stages_on_two_hosts(cluster: Cluster, reference: Reference) -> None:
-    """A stage takes all cores of a host. Between stages, tensors travel over the network.
-
-    It runs before tests with `replicas`, which take all cores.
-    """
+    """Between stages, tensors travel over the network."""
     prompts = reference.prompts(3, 40, 17, 24, 9, 31)
-    with engine(cluster, reference, 1, 1, pipeline_parallel_size=2, num_threads=CORES):
-        assert [len(cluster.ranks(host)) for host in cluster.hosts] == [1, 1]
-        assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
+    assert [len(cluster.ranks(host)) for host in cluster.hosts] == [1, 1]
+    assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
 
 
 # Faults are not in `make test`: in about one of three runs, Ray's node does not notice that the process of an actor was
 # killed. Its calls then fail as "unavailable" instead of "died", and its cores are not free for the restart.
 @pytest.mark.soak
+@pytest.mark.usefixtures("stages")
 def test_a_killed_stage_is_named(cluster: Cluster, reference: Reference) -> None:
-    with engine(cluster, reference, 1, 1, pipeline_parallel_size=2, num_threads=CORES):
-        check_failure(cluster, reference, lambda host: host.kill(RANK))
-        assert "stage 1" in cluster.restarts()[-1]
+    check_failure(cluster, reference, lambda host: host.kill(RANK))
+    assert "stage 1" in cluster.restarts()[-1]
 
 
 @pytest.mark.soak
 def test_replicas_are_added_and_removed_on_two_hosts(cluster: Cluster, reference: Reference) -> None:
-    """It runs before tests with `replicas`, which take all cores."""
+    cluster.run_engine(settings_of(reference, 1, 1, num_threads=1))
     prompts = reference.prompts(5, 9, 12)
-    with engine(cluster, reference, 1, 1, num_threads=1):
-        undisturbed = cluster.ask("generate", prompts=prompts, max_tokens=LONG)["tokens"]
-        for size in (2, 1):
-            assert cluster.ask("scale", size=size, prompts=prompts, max_tokens=LONG).get("tokens") == undisturbed
-            cluster.wait_for(lambda size=size: sum(len(cluster.ranks(host)) for host in cluster.hosts) == size, 10)
-        assert "ScaleError" in cluster.ask("scale", size=4, prompts=prompts, max_tokens=LONG)["error"]
-        assert cluster.ask("generate", prompts=prompts, max_tokens=LONG)["tokens"] == undisturbed
-
-
-@pytest.fixture(scope="module")
-def replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
-    """Two replicas of two ranks, each on one host."""
-    with engine(cluster, reference, 2, 2, num_threads=1, num_redundant_experts=4, debug_rank_state=True):
-        yield
+    undisturbed = cluster.ask("generate", prompts=prompts, max_tokens=LONG)["tokens"]
+    for size in (2, 1):
+        assert cluster.ask("scale", size=size, prompts=prompts, max_tokens=LONG).get("tokens") == undisturbed
+        cluster.wait_for(lambda size=size: sum(len(cluster.ranks(host)) for host in cluster.hosts) == size, 10)
+    assert "ScaleError" in cluster.ask("scale", size=4, prompts=prompts, max_tokens=LONG)["error"]
+    assert cluster.ask("generate", prompts=prompts, max_tokens=LONG)["tokens"] == undisturbed
 
 
 def check_failure(cluster: Cluster, reference: Reference, fault: Callable[[Host], object]) -> None:
@@ -213,6 +223,7 @@ def test_replicas_on_two_hosts_give_the_tokens_of_one_rank(cluster: Cluster, ref
     assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("replicas")
 def test_a_host_holds_all_copies_of_the_experts_of_its_groups(cluster: Cluster) -> None:
     """The router chooses 2 of 4 groups of 3 experts."""

@@ -52,14 +52,14 @@ def test_an_engine_gives_the_tokens_of_transformers_and_leaves_nothing(
         monkeypatch.setenv(name, value)
     other_system.pretend(monkeypatch)
     with LLM(reference.folder, **layout, **SETTINGS) as llm:
-        (engine, *_) = llm.core._generation.group.engines  # type: ignore[attr-defined]
+        (engine, *_) = llm.core.replicas  # type: ignore[attr-defined]
         assert isinstance(engine.handle, SpawnedProcess)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
         processes = living_ranks()
         assert len(processes) == 2
         for process in processes:  # it shares memory
             assert "/dev/shm/moeserve-" in Path(f"/proc/{process.pid}/maps").read_text()
-    assert [output.outputs[0].token_ids for output in outputs] == [reference.greedy(prompt, 12) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == reference.continuations(prompts, 12)
     assert_gone(processes)
     assert shared_memory_of(process.pid for process in processes) == []
     assert list(folder.glob("moeserve-*")) == []  # files of sockets

@@ -1,4 +1,4 @@
-"""Steps in halves: the bytes of whole steps in all layouts, each pair computed once, one order of collectives."""
+"""Overlapped steps: the bytes of whole steps in all layouts, each pair computed once, one order of collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = dict(
 ALL_STEPS = dict(overlap_decode_tokens=1, overlap_prefill_tokens=1)
 
 
-@pytest.mark.slow_but("mixtral-1-2-1-shared", "deepseek-v3-four-heads-2-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tp", "dp", "pp", "dispatcher", "max_small_tokens"),
     [
@@ -80,9 +80,9 @@ def test_bytes_of_whole_steps(
             for name, updates in updates_of(stories).items()
         }
 
-    whole, halved = play(dispatcher=dispatcher), play(dispatcher=dispatcher, **ALL_STEPS)
-    assert {story.num_halved_steps for story in whole} == {0}
-    assert all(story.num_halved_steps == len(story.steps) for story in halved)
-    assert results(halved) == results(whole)
+    whole, overlapped = play(dispatcher=dispatcher), play(dispatcher=dispatcher, **ALL_STEPS)
+    assert {story.num_overlapped_steps for story in whole} == {0}
+    assert all(story.num_overlapped_steps == len(story.steps) for story in overlapped)
+    assert results(overlapped) == results(whole)
     for index, prompt in enumerate(prompts):
-        assert results(halved)[str(index)][0] == reference.greedy(prompt, PARAMS.max_tokens or 0)
+        assert results(overlapped)[str(index)][0] == reference.greedy(prompt, PARAMS.max_tokens or 0)

@@ -11,7 +11,7 @@ from logprob_rows import unpacked
 from msgspec import structs
 from ranks import Ranks
 from reference_models import Reference
-from test_layouts import logprobs_of, updates_of
+from test_layouts import experts_per_token, logprobs_of, updates_of
 from worker_groups import Arrival, Story, Timetable
 
 from moeserve.ops.native import native_kernels
@@ -36,10 +36,18 @@ MODELS = (
     "qwen3-moe-eight-heads",
     "gpt-oss",
     "deepseek-v32",
-)  # of three layers
+    "beam",
+    "minimax",
+    "axk2",
+    "dots3-note",
+    "glm5-next",
+    "inkling",
+    "jetmoe",
+    "minimax-m3",
+)  # of three or four layers
 
 
-@pytest.mark.slow_but("mixtral", "deepseek-v32")
+@pytest.mark.slow_but("mixtral")
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_transformers_and_bytes_of_one_stage(
     ranks: Ranks, reference_named: Callable[[str], Reference], name: str
@@ -63,7 +71,7 @@ def test_tokens_of_transformers_and_bytes_of_one_stage(
             pp=pp,
             options=OPTIONS | options,
         )
-        worker_groups.check_counts(stories, tp, reference.model.config.num_experts_per_tok, pp)
+        worker_groups.check_counts(stories, tp, experts_per_token(reference, name), pp)
         return stories
 
     alone = updates_of(play(1, 1, 1))

@@ -34,8 +34,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Processes are forked by the server, or started without one as on a system other than Linux."""
     way = getattr(request, "param", "forked")
     if way == "spawned":
-        other_system.pretend(monkeypatch)
-        for name, value in other_system.ENVIRONMENT.items():
+        other_system.pretend(monkeypatch, only_processes=True)
+        for name, value in other_system.ONLY_PROCESSES.items():
             monkeypatch.setenv(name, value)
     return str(way)
 
@@ -108,6 +108,7 @@ def test_a_message_that_the_search_for_failures_has_read_ends_a_wait_once(start:
     assert not process.has_messages
 
 
+@pytest.mark.slow_but("config0")
 @BOTH_WAYS
 @pytest.mark.parametrize(
     ("do", "config", "cause", "error"),

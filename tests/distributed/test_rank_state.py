@@ -32,7 +32,7 @@ def test_a_rank_whose_table_differs_is_named(plain: Reference, monkeypatch: pyte
 def test_the_comparison_changes_nothing(plain: Reference) -> None:
     """On one rank and on two, with more requests than slots and chunks of prompts."""
     prompts = plain.prompts(9, 20, 17, 30, 5, 11)
-    expected = [plain.greedy(prompt, 12) for prompt in prompts]
+    expected = plain.continuations(prompts, 12)
     for layout in (dict(), dict(tensor_parallel_size=2)):
         options = SETTINGS | dict(max_num_seqs=2, max_num_batched_tokens=16)
         with LLM(plain.folder, debug_rank_state=True, **layout, **options) as llm:

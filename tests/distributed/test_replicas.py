@@ -60,7 +60,7 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 def expected(reference: Reference, prompts: list[list[int]], num_tokens: int = 12) -> list[list[int]]:
-    return [reference.greedy(prompt, num_tokens) for prompt in prompts]
+    return reference.continuations(prompts, num_tokens)
 
 
 def test_twenty_requests_give_the_tokens_of_transformers(llm: LLM, reference: Reference) -> None:
@@ -162,9 +162,7 @@ def test_updates_that_arrive_before_another_request_are_returned_once(llm: LLM, 
         streams.append(llm.stream(prompt, SamplingParams(temperature=0, max_tokens=40)))
         next(streams[-1])
         time.sleep(0.1)  # more tokens arrive, and nobody reads them before the next request
-    assert [list(stream)[-1].outputs[0].token_ids for stream in streams] == [
-        reference.greedy(prompt, 40) for prompt in prompts
-    ]
+    assert [list(stream)[-1].outputs[0].token_ids for stream in streams] == reference.continuations(prompts, 40)
 
 
 def cores_used_by(processes: list[psutil.Process], seconds: float) -> float:

@@ -42,6 +42,7 @@ SMALL_SLOTS = dict(NUM_SLOTS=2, SLOT_BYTES=512)  # nearly all data is longer tha
 # ---- bytes
 
 
+@pytest.mark.slow_but("2-300", "3-150")
 @pytest.mark.parametrize(
     ("num_ranks", "num_calls", "largest", "slots"),
     [

@@ -40,6 +40,7 @@ def expected(folder: str) -> list[tuple[Any, ...]]:
         return [result(output.outputs[0]) for output in llm.generate(*requests())]
 
 
+@pytest.mark.slow_but("tp2dp2 with drafts", "pp2]")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_are_those_of_one_rank(layout: str, folder: str, expected: list[tuple[Any, ...]]) -> None:
     with small_llm(folder, **LAYOUTS[layout], **SETTINGS) as llm:

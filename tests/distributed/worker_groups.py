@@ -40,11 +40,11 @@ from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
-from moeserve.engine import process
+from moeserve.engine import replica_process
 from moeserve.engine.base import new_scheduler
-from moeserve.engine.process import User
-from moeserve.engine.protocol import EngineMessage
-from moeserve.executor.outcomes import OutcomeQueue
+from moeserve.engine.protocol import FromReplica
+from moeserve.engine.replica_process import ClientConnection
+from moeserve.executor.results import ResultQueue
 from moeserve.layers.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, PendingOutput
 from moeserve.layers.moe.router import Routing
 from moeserve.models.decoder import Decoder
@@ -53,18 +53,19 @@ from moeserve.processes.channel import Channel
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
+    Delivery,
     ReplicaMessage,
     Request,
     RequestUpdate,
     Shutdown,
     Wake,
 )
-from moeserve.scheduling.lockstep import Outcome, Round, agree
-from moeserve.scheduling.replica import Deliver, Replica
+from moeserve.scheduling.lockstep import Round, RoundResult, agree
+from moeserve.scheduling.replica import Replica
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.step_inputs import StepInputs
-from moeserve.worker.process import join
 from moeserve.worker.protocol import FromRank, Leave, RankStart, ToRank
+from moeserve.worker.rank_process import join
 from moeserve.worker.worker import Worker
 
 HEARTBEAT_S = 0.01  # of a sleeping replica: shorter than an engine's, so that pauses are short
@@ -94,7 +95,7 @@ class Story(msgspec.Struct, kw_only=True):
     routed: list[list[list[int]]] = []  # by executed step and layer: how many of this rank's tokens chose each expert
     computed: list[list[list[int]]] = []  # the same: how many rows each expert computed on this rank
     ways: list[bool] = []  # by executed step, layer and half, if there are several ranks: True if it was small
-    num_halved_steps: int = 0
+    num_overlapped_steps: int = 0
     updates: list[RequestUpdate] = []  # this and the next fields: of ranks that sample
     num_rounds: int = 0
     num_idle_rounds: int = 0
@@ -133,7 +134,7 @@ def play(
         faulty_part: a class of replicas or schedulers, or an agreement, as module:name; see `planted_bugs.py`.
         max_small_tokens: the largest small step, in tokens of all ranks. None: as in serving.
     """
-    process.HEARTBEAT_S = HEARTBEAT_S
+    replica_process.HEARTBEAT_S = HEARTBEAT_S
     layout = dict(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=place.num_ranks // (pp * tp))
     # The dispatches of captured steps could not be counted.
     settings = parse_settings({"dtype": "float32", "num_threads": 1, "enforce_eager": True, **layout, **options})
@@ -185,7 +186,7 @@ def lead(
     replica = make_replica(
         scheduler, index=dp_index, num_replicas=num_replicas, max_rounds=config.schedule.max_concurrent_batches
     )
-    process.drive(replica, client, executor, config.failure.step_timeout)
+    replica_process.drive(replica, client, executor, config.failure.step_timeout)
     executor.shutdown()
     story.num_preemptions = scheduler.num_preemptions
     client.check_end()
@@ -195,7 +196,7 @@ def lead(
 
 
 def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
-    """Run one of a replica's other ranks, as `worker/process.py` does."""
+    """Run one of a replica's other ranks, as `worker/rank_process.py` does."""
     channel = reach_leader(groups)
     worker = Worker(config, groups, show_progress=False)
     layers = count_dispatches(worker.runner.model)
@@ -205,9 +206,9 @@ def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
             if isinstance(order, Leave):
                 return
             if not has_ended:
-                outcome = worker.execute(order)
-                has_ended = outcome.agreement.ends_all
-                note_step(story, outcome, layers, worker)
+                result = worker.execute(order)
+                has_ended = result.agreement.ends_all
+                note_step(story, result, layers, worker)
         assert not channel.is_closed, "the rank that samples has gone"
 
 
@@ -225,22 +226,22 @@ class LeadingExecutor:
         self._last_number = -1
         self._pool = ThreadPoolExecutor(1)
         self._has_ended = False
-        self._outcomes = OutcomeQueue()
+        self._results = ResultQueue()
 
-    def submit(self, work: Round) -> Future[Outcome]:
+    def submit(self, work: Round) -> Future[RoundResult]:
         assert work.row[1] == self._last_number + 1, f"I6: round {work.row[1]} after {self._last_number}"
         self._last_number = work.row[1]
         work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=Round)
         for follower in self._followers:
             follower.send(work)
         self._pool.submit(self._run, work)
-        return self._outcomes.expect()
+        return self._results.expect()
 
     def register(self, poll: select.poll) -> None:
-        poll.register(self._outcomes.fd, select.POLLIN)
+        poll.register(self._results.fd, select.POLLIN)
 
     def progress(self) -> None:
-        self._outcomes.complete()
+        self._results.complete()
 
     def shutdown(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -249,21 +250,21 @@ class LeadingExecutor:
         if self._has_ended:  # rounds that were sent after the last one are not run on any rank
             return
         try:
-            self._outcomes.add(self._executed(work))
+            self._results.add(self._executed(work))
         except BaseException as error:
-            self._outcomes.add(error)
+            self._results.add(error)
 
-    def _executed(self, work: Round) -> Outcome:
-        outcome = self._worker.execute(work)
-        agreement = outcome.agreement
+    def _executed(self, work: Round) -> RoundResult:
+        result = self._worker.execute(work)
+        agreement = result.agreement
         self._has_ended = agreement.ends_all
         num_tokens, announced = 0 if work.plan is None else work.plan.num_tokens, agreement.num_tokens[self._dp_index]
         assert num_tokens == announced, f"I5: {num_tokens} tokens are to run, and {announced} were agreed"
         self._story.num_rounds += 1
         self._story.num_idle_rounds += agreement.is_idle
         self._story.num_padding_steps += work.plan is None and not agreement.is_idle and not agreement.ends_all
-        note_step(self._story, outcome, self._layers, self._worker)
-        return outcome
+        note_step(self._story, result, self._layers, self._worker)
+        return result
 
 
 def accept_followers(groups: Groups) -> list[Channel[Any]]:
@@ -284,7 +285,7 @@ def share_of_leader(groups: Groups, number: int) -> int:
     return int(groups.tp.broadcast(in_stage, 0))
 
 
-class Client(User):
+class Client(ClientConnection):
     """Both ends of a replica's socket: before each round the far end sends the messages of the timetable."""
 
     def __init__(
@@ -298,7 +299,7 @@ class Client(User):
     ) -> None:
         here, there = socket.socketpair()
         super().__init__(Channel(there, ReplicaMessage), max_rounds=2)
-        self.far_end: Channel[Any] = Channel(here, EngineMessage)
+        self.far_end: Channel[Any] = Channel(here, FromReplica)
         self.scheduler = scheduler
         self.num_blocks = scheduler.num_free_blocks
         self.is_alone = num_replicas == 1
@@ -317,7 +318,7 @@ class Client(User):
                     messages.append((arrival.abort_round, AbortRequest(arrival.request.request_id)))
         self.messages = sorted(messages, key=lambda message: message[0], reverse=True)  # the next one last
 
-    def deliver(self, delivery: Deliver) -> None:
+    def deliver(self, delivery: Delivery) -> None:
         super().deliver(delivery)
         for message in self.far_end.receive():
             for update in message.updates:
@@ -371,18 +372,16 @@ class Client(User):
         self.check_invariants()
 
 
-def note_step(story: Story, outcome: Outcome, layers: Sequence[CountedDispatcher], worker: Worker) -> None:
-    agreement = outcome.agreement
+def note_step(story: Story, result: RoundResult, layers: Sequence[CountedDispatcher], worker: Worker) -> None:
+    agreement = result.agreement
     if agreement.is_idle or agreement.ends_all:
         return
     assert any(agreement.num_tokens), "I5: a step of nothing but padding"
-    has_halves = worker.runner.context.halving.divide(
-        max(agreement.num_tokens), is_decode_only=agreement.is_decode_only
-    )
-    story.num_halved_steps += has_halves
+    overlaps = worker.runner.context.overlap.applies(max(agreement.num_tokens), is_decode_only=agreement.is_decode_only)
+    story.num_overlapped_steps += overlaps
     story.steps.append(agreement.num_tokens)
-    story.routed.append([layer.take(layer.routed, 1 + has_halves) for layer in layers])
-    story.computed.append([layer.take(layer.computed, 1 + has_halves) for layer in layers])
+    story.routed.append([layer.take(layer.routed, 1 + overlaps) for layer in layers])
+    story.computed.append([layer.take(layer.computed, 1 + overlaps) for layer in layers])
 
 
 @dataclass

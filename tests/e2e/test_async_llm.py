@@ -12,8 +12,7 @@ import pytest
 from reference_models import Reference
 
 from moeserve import AsyncLLM, EngineError, RequestError, RequestOutputKind, SamplingParams
-from moeserve.engine.core import EngineCore
-from moeserve.engine.replicas import Replicas
+from moeserve.engine.engine import Engine
 
 NUM_TOKENS = 8
 
@@ -42,7 +41,7 @@ async def tokens_of(llm: AsyncLLM, prompt: list[int], kind: RequestOutputKind) -
 
 def test_tasks_and_threads_share_the_engine(llm: AsyncLLM, plain: Reference) -> None:
     prompts = plain.clear_prompts((3, 9, 5, 17, 4, 11), NUM_TOKENS)
-    expected = [plain.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = plain.continuations(prompts, NUM_TOKENS)
     results: list[Any] = []
 
     async def run() -> None:
@@ -64,7 +63,7 @@ def test_tasks_and_threads_share_the_engine(llm: AsyncLLM, plain: Reference) -> 
 def test_cancelled_tasks_end_their_requests_alone(llm: AsyncLLM, plain: Reference) -> None:
     """64 tasks, of which every third is cancelled: before the first output, or after some, if it has not ended then."""
     prompts = plain.clear_prompts((3, 9, 5, 17, 4, 11, 2, 6), NUM_TOKENS)
-    expected = [plain.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = plain.continuations(prompts, NUM_TOKENS)
 
     async def cancelled(index: int) -> bool:
         async def endless() -> None:
@@ -101,7 +100,7 @@ def test_cancelled_tasks_end_their_requests_alone(llm: AsyncLLM, plain: Referenc
 
 def used_blocks(llm: AsyncLLM) -> int:
     engine = llm.session.engine
-    assert isinstance(engine, EngineCore | Replicas)
+    assert isinstance(engine, Engine)
     with llm.session._exclusive():
         return sum(engine.num_blocks - num_free for num_free in engine.num_free_blocks)
 

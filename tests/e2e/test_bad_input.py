@@ -24,7 +24,7 @@ from moeserve import (
     SettingsError,
 )
 from moeserve.step_inputs import StepInputs
-from moeserve.worker.step_replay import StepOutputs
+from moeserve.worker.step_runner import StepOutputs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -166,7 +166,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_continues(
 ) -> None:
     stream = llm.stream([5, 6], GREEDY)
     next(stream)
-    runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+    runner = llm.core.replicas[0].executor.worker.runner  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
         patch.setattr(runner, "start", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(EngineError, match="RuntimeError"):
@@ -180,7 +180,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_request(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others of the step continue. All callers of the request get the error."""
-    model = llm.core.executor.worker.runner.model  # type: ignore[attr-defined]
+    model = llm.core.replicas[0].executor.worker.runner.model  # type: ignore[attr-defined]
     logits = model.logits
 
     def with_nan(hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -204,20 +204,20 @@ def test_a_damaged_part_of_a_prompt_ends_its_request_and_is_not_cached(
 ) -> None:
     (prompt,) = plain.prompts(50)
     with LLM(plain.folder, dtype="float32", max_model_len=64, max_num_batched_tokens=32) as llm:
-        runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+        runner = llm.core.replicas[0].executor.worker.runner  # type: ignore[attr-defined]
 
         class Damaging:
-            padded_size = staticmethod(runner.replay.padded_size)
-            replay = staticmethod(runner.replay)
+            padded_size = staticmethod(runner.step_runner.padded_size)
+            run = staticmethod(runner.step_runner)
 
             def __call__(self, step: StepInputs) -> StepOutputs:
-                outputs: StepOutputs = self.replay(step)
+                outputs: StepOutputs = self.run(step)
                 if len(step.logits_rows):
                     return outputs
                 return StepOutputs(torch.full_like(outputs.hidden_TD, torch.nan))
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "replay", Damaging())
+            patch.setattr(runner, "step_runner", Damaging())
             with pytest.raises(EngineError, match="NaN or infinite hidden states"):
                 llm.generate([prompt], GREEDY)
         output = llm.generate([prompt], GREEDY)[0]
@@ -225,11 +225,10 @@ def test_a_damaged_part_of_a_prompt_ends_its_request_and_is_not_cached(
     assert output.outputs[0].token_ids == plain.greedy(prompt, 5)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_call_and_the_engine_continues(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = llm.core.executor  # type: ignore[attr-defined]
+    executor = llm.core.replicas[0].executor  # type: ignore[attr-defined]
     submit = executor.submit
 
     def interrupted(work: Any) -> Any:
@@ -243,7 +242,6 @@ def test_ctrl_c_ends_the_call_and_the_engine_continues(
     assert_alive(llm, plain)
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_ctrl_c_while_prompts_are_submitted_leaves_none(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch, call: str

@@ -43,6 +43,7 @@ def nixl_settings(folder: Path) -> dict[str, Any]:
     return {"kv_transfer_backend": "nixl", "kv_transfer_key_file": str(folder / "key")}
 
 
+@pytest.mark.slow_but("mixtral-three-layers-tcp", "deepseek-v3-four-heads-nixl")
 @pytest.mark.ranks
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
 @pytest.mark.parametrize("name", ["mixtral-three-layers", "mixtral-three-layers, fp8", "deepseek-v3-four-heads"])

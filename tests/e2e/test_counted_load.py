@@ -24,7 +24,8 @@ NUM_TOKENS = 8
 
 def recount(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
     """Return counts by layer, by expert. All tokens of a request but the last one go through the model."""
-    return reference.expert_counts([prompt + reference.greedy(prompt, NUM_TOKENS)[:-1] for prompt in prompts])
+    continued = zip(prompts, reference.continuations(prompts, NUM_TOKENS), strict=True)
+    return reference.expert_counts([prompt + tokens[:-1] for prompt, tokens in continued])
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> None:

@@ -1,8 +1,9 @@
-"""Every program in examples/ runs and prints a sensible answer."""
+"""Every program in examples/ runs and prints a sensible answer, and so do the programs in documents."""
 
 from __future__ import annotations
 
 import io
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+# A program in a document, and what it prints, if that follows
+PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n^```\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 
 # program: (standard input, texts that its output must contain)
 EXPECTED = {
@@ -75,3 +80,35 @@ def text_of(output: Any) -> str:
     if output.output_type == "stream":
         return str(output.text) if output.name == "stdout" else ""
     return str(output.data["text/plain"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("README.md", [["Berlin", "Paris"]]),
+        ("docs/tutorial.md", [[], [], ["tensor_parallel_size=3", "London"], []]),
+        ("docs/python_api.md", [["Paris"]]),
+        ("docs/structured_outputs.md", [['"is_capital":']]),
+        ("docs/planning.md", [[], ["my host"], ["tokens; experts of the first layer: ("]]),
+    ],
+)
+def test_the_programs_in_a_document(
+    name: str,
+    expected: list[list[str]],
+    default_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They run one after another in one folder."""
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    monkeypatch.chdir(tmp_path)
+    programs = PROGRAM.findall((ROOT / name).read_text())
+    for (program, output), texts in zip(programs, expected, strict=True):
+        Path("program.py").write_text(program)
+        runpy.run_path("program.py", run_name="__main__")
+        printed = capsys.readouterr().out
+        assert all(text in printed for text in texts), printed
+        if not texts:
+            assert printed == output

@@ -156,7 +156,7 @@ def _processes_with(variable: bytes) -> list[str]:
     return found
 
 
-@pytest.mark.slow_but("async, a request in flight", "Ctrl-C")
+@pytest.mark.slow_but("Ctrl-C")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_ends_with_an_engine_open(name: str, plain: Reference) -> None:

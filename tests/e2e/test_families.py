@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
 from moeserve.config.engine_config import EngineConfig
-from moeserve.engine import core
+from moeserve.engine import base
 from moeserve.engine.base import new_scheduler
 from moeserve.kv.state_pool import STATE_INTERVAL
 from moeserve.models.registry import describe
@@ -56,23 +57,22 @@ def expected(reference: Reference) -> list[list[int]]:
 def continuations(reference: Reference) -> list[list[int]]:
     """Return the continuations of transformers."""
     prompts = reference.prompts(*LENGTHS)
+    found = reference.continuations(prompts, NUM_TOKENS)
     assert all(reference.is_clear(prompt, NUM_TOKENS) for prompt in prompts)
-    return [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    return found
 
 
-@pytest.fixture(scope="module")
-def llm(reference: Reference) -> Iterator[LLM]:
+@pytest.fixture
+def llm(reference: Reference) -> LLM:
     """An engine shared by tests that change nothing."""
-    with LLM(
-        reference.folder, dtype="float32", block_size=8, enable_prefix_caching=False, kv_cache_memory=CACHE
-    ) as llm:
-        yield llm
+    return reference.llm
 
 
 def test_one_batch(llm: LLM, reference: Reference, expected: list[list[int]]) -> None:
     assert tokens_of(llm, reference.prompts(*LENGTHS)) == expected
 
 
+@pytest.mark.slow_but(*(f"[{name}]" for name in ATTENTION_KINDS))
 def test_chunked_prefill_and_prefix_cache_hits(reference: Reference, expected: list[list[int]]) -> None:
     prompts = reference.prompts(*LENGTHS)
     with LLM(reference.folder, dtype="float32", max_num_batched_tokens=7, block_size=4, kv_cache_memory=CACHE) as llm:
@@ -89,7 +89,7 @@ def test_chunked_prefill_and_prefix_cache_hits(reference: Reference, expected: l
 def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     max_len = max(LENGTHS) + NUM_TOKENS
     block_size = 8  # that of `llm`, on which the bytes per token of compressed entries depend
-    bytes_per_token = llm.core.executor.worker.runner.model.cache_needs.bytes_per_token  # type: ignore[attr-defined]
+    bytes_per_token = llm.core.replicas[0].executor.worker.runner.model.cache_needs.bytes_per_token  # type: ignore[attr-defined]
     # room for the longest request and a little more: four at once cannot all stay
     memory = bytes_per_token * block_size * (-(-max_len // block_size) + 3)
     made: list[Scheduler] = []
@@ -98,7 +98,7 @@ def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]], m
         made.append(new_scheduler(config, loaded))
         return made[-1]
 
-    monkeypatch.setattr(core, "new_scheduler", recorded)
+    monkeypatch.setattr(base, "new_scheduler", recorded)
     with LLM(
         reference.folder,
         dtype="float32",
@@ -112,25 +112,30 @@ def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]], m
 
 
 def test_prompt_logits(llm: LLM, reference: Reference) -> None:
-    """Logits of every position of a prompt are within 1e-4, for any chunk size."""
+    """Logits of every position of a prompt are within 1e-4, for any chunk sizes."""
     prompt = reference.prompts(90, seed=3)[0]
     assert reference.num_undecided(prompt) == 0
     wanted = reference.logits(prompt)
-    differences = {chunk: float((logits_of(llm, prompt, chunk) - wanted).abs().max()) for chunk in (90, 13, 1)}
+    chunks = (90,), (13, 1, 1, 1)
+    differences = {sizes: float((logits_of(llm, prompt, *sizes) - wanted).abs().max()) for sizes in chunks}
     assert max(differences.values()) < 1e-4, differences
 
 
-def logits_of(llm: LLM, token_ids: list[int], chunk: int) -> torch.Tensor:
-    """Return logits [T, vocab_size] from the model runner, `chunk` tokens a step."""
-    runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
-    rows = []
-    for start in range(0, len(token_ids), chunk):
-        piece = token_ids[start : start + chunk]
-        blocks = list(range(-(-(start + len(piece)) // runner.context.block_size)))
+def logits_of(llm: LLM, token_ids: list[int], *chunks: int) -> torch.Tensor:
+    """Return the logits [T, vocab_size] of a prompt that the model runner computes in chunks of these sizes."""
+    runner = llm.core.replicas[0].executor.worker.runner  # type: ignore[attr-defined]
+    rows: list[torch.Tensor] = []
+    start = 0
+    for size in itertools.cycle(chunks):
+        piece = token_ids[start : start + size]
+        blocks = list(range(-(-(start + len(piece)) // runner.model.context.block_size)))
         chunk_of_prompt = make_chunk(runner.table, 0, piece, start, blocks)
         with torch.inference_mode():
             step = runner.build_inputs([chunk_of_prompt], (len(piece),))
-            rows.append(runner.model.logits(runner.model(step, runner.replay.caches)))
+            rows.append(runner.model.logits(runner.model(step, runner.step_runner.caches)))
+        start += size
+        if start >= len(token_ids):
+            break
     return torch.cat(rows)
 
 
@@ -155,6 +160,7 @@ def test_prompt_logprobs_equal_the_reference(reference: Reference) -> None:
     assert first[output.outputs[0].token_ids[0]].logprob == pytest.approx(float(wanted[-1].max()), abs=1e-4)
 
 
+@pytest.mark.slow_but("mixtral", "deepseek-v3", "qwen3-next", "gpt-oss", "jamba")
 def test_bf16_is_as_close_to_float32_as_transformers_bf16_is(reference: Reference) -> None:
     """Mean difference to float32 of the log-probabilities of a text's tokens: at most twice transformers' own."""
     prompts = reference.prompts(64, 64, 64, 64, seed=7)

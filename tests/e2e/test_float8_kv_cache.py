@@ -14,6 +14,7 @@ from moeserve import LLM, SettingsError
 FLOAT8 = {"kv_cache_dtype": "fp8"}
 
 
+@pytest.mark.slow_but("mixtral-bfloat16", "gpt-oss-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
 def test_batches_orders_chunks_and_threads(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
@@ -69,12 +70,17 @@ def test_the_size_of_a_block(reference_named: Callable[[str], Reference]) -> Non
     llm = LLM(reference.folder, max_model_len=64, kv_cache_memory=10 * block_bytes - 1, num_threads=1, **FLOAT8)
     try:
         assert llm.core.num_blocks == 9
-        tensors = [tensor for cache in llm.core.executor.worker.runner.replay.caches for tensor in cache.tensors]
+        tensors = [
+            tensor
+            for cache in llm.core.replicas[0].executor.worker.runner.step_runner.caches
+            for tensor in cache.tensors
+        ]
         assert sum(tensor[0].nbytes for tensor in tensors) == block_bytes
     finally:
         llm.shutdown()
 
 
+@pytest.mark.slow_but("bfloat16-tp 4 dp 2", "float32-pp 2")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "layout",

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from float8_checkpoints import encoded_and_decoded, large, write
-from model_context import cpu_context
 from model_parts import networks_of
 from reference_models import Reference, make_reference
 from torch import Tensor
@@ -24,8 +24,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import Weights
 from moeserve.models import registry
-from moeserve.models.checkpoint import loading as weight_loading
-from moeserve.models.checkpoint.loading import fill_randomly, load_weights
+from moeserve.models.checkpoint.loading import PIECE_VALUES, fill_randomly, load_weights
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packing import Packer, weights_of
 from moeserve.models.checkpoint.shards import open_checkpoint
@@ -81,14 +80,14 @@ def built(
 
 
 @torch.inference_mode()
-def loaded(folder: Path, **options: Any) -> Any:
+def loaded(folder: Path, *, piece_values: int = PIECE_VALUES, **options: Any) -> Any:
     model = built(folder, **options)
     description = registry.describe(folder)
     checkpoint = open_checkpoint(folder, description.weight_format)
     checkpoint = translated(checkpoint, description.family, len(model.config.layers))
     packer = Packer(model)
     places = destinations(model, description.family.norm_offset, checkpoint.shapes)
-    load_weights(checkpoint, places, on_filled=packer.on_filled, show_progress=False)
+    load_weights(checkpoint, places, on_filled=packer.on_filled, show_progress=False, piece_values=piece_values)
     packer.finish()
     return model
 
@@ -166,12 +165,9 @@ def counted(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantizati
 
 
 @pytest.mark.parametrize(("tp", "dp", "rank"), [(1, 1, 0), (2, 1, 1), (1, 2, 1)])
-def test_blocks_are_taken_as_they_are_stored(
-    deepseek: tuple[Path, Stored], tp: int, dp: int, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 1)
+def test_blocks_are_taken_as_they_are_stored(deepseek: tuple[Path, Stored], tp: int, dp: int, rank: int) -> None:
     folder, stored = deepseek
-    model = loaded(folder, tp=tp, dp=dp, rank=rank)
+    model = loaded(folder, tp=tp, dp=dp, rank=rank, piece_values=1)
     num_local = 8 // (tp * dp)
     assert networks_of(model)[1][1].local_experts == tuple(range(num_local * rank, num_local * rank + num_local))
     assert_is_as_stored(model, stored, tp, rank if tp > 1 else 0)
@@ -230,10 +226,9 @@ def test_other_checkpoints_are_quantised_within_half_a_step(
 ) -> None:
     """A code is off by 1/16 of its number at most, or by half of the least step where numbers are near zero."""
     monkeypatch.setattr("moeserve.ops.products.weight_blocks.QUANTIZED_AT_ONCE", 1)
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 1)
     folder = original(name).folder
     exact = weights_of(loaded_as_float32(folder))
-    model = loaded(folder)
+    model = loaded(folder, piece_values=1)
     in_blocks = {name: weights for name, weights in weights_of(model).items() if weights.scales is not None}
     assert len(in_blocks) == num_in_blocks
     for place, weights in in_blocks.items():

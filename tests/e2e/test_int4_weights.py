@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from float8_checkpoints import write
 from gguf_families import write_family
 from int4_checkpoints import CONFIGS, encoded_and_decoded
-from model_context import cpu_context
 from packed_panels import unpacked
 from reference_models import SHAPES, Reference, make_reference
 from safetensors.torch import load_file, save_file
@@ -23,7 +23,6 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import Weights
 from moeserve.models import registry
-from moeserve.models.checkpoint import loading as weight_loading
 from moeserve.models.checkpoint.loading import keep_int4, load_weights
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packing import Packer, weights_of
@@ -97,15 +96,15 @@ def load(folder: Path, *, is_exact: bool = False, tp: int = 1, rank: int = 0) ->
     keep_int4(stored, places)
     kept = {name for name, weights in weights_of(model).items() if weights.int4_scales is not None}
     packer = Packer(model)
-    load_weights(stored, places, on_filled=packer.on_filled, show_progress=False)
+    # Pieces that begin inside a word.
+    load_weights(stored, places, on_filled=packer.on_filled, show_progress=False, piece_values=700)
     packer.finish()
     return Rank(weights_of(model), kept)
 
 
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_codes_and_scales_are_kept(kind: str, group_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 700)  # pieces that begin inside of a word
+def test_codes_and_scales_are_kept(kind: str, group_size: int, tmp_path: Path) -> None:
     encoded, decoded = checkpoint(tmp_path, "mixtral", kind, group_size)
     exact, given = load(decoded, is_exact=True), load(encoded)
     assert given.weights.keys() - given.kept == {"head.weights"}

@@ -52,7 +52,11 @@ def engine(model: Path, **settings: Any) -> Iterator[LLM]:
 def cache_bytes(model: Path, **settings: Any) -> int:
     """Return the size of a KV cache of NUM_BLOCKS blocks on one rank."""
     with engine(model, kv_cache_memory="1GiB", **settings) as llm:
-        tensors = [tensor for cache in llm.core.executor.worker.runner.replay.caches for tensor in cache.tensors]
+        tensors = [
+            tensor
+            for cache in llm.core.replicas[0].executor.worker.runner.step_runner.caches
+            for tensor in cache.tensors
+        ]
         return NUM_BLOCKS * sum(tensor[0].nbytes for tensor in tensors)
 
 
@@ -74,6 +78,7 @@ def run(llm: LLM, prompts: list[dict[str, list[int]]]) -> tuple[list[list[int]],
     return tokens, num_cached
 
 
+@pytest.mark.slow_but("memory-mixtral, fp8", "file-deepseek-v32", "folder-mixtral]")
 @pytest.mark.parametrize("name", ["mixtral", "mixtral, fp8", "deepseek-v32"])
 @pytest.mark.parametrize("store", ["memory", "file", "folder"])
 def test_the_same_tokens_with_less_computation(

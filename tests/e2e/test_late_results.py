@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_stand_ins import LateMemory
+from gpu_stand_ins import LateCopies
 from rank_processes import free_blocks
 from reference_models import Reference
 from structured_cases import requests, result, small_llm, write_model
@@ -32,15 +32,15 @@ PARAMS = [
 
 
 @pytest.fixture
-def memories(monkeypatch: pytest.MonkeyPatch) -> list[LateMemory]:
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
     """Let later engines have such a device. Its memories are returned."""
-    made: list[LateMemory] = []
+    made: list[LateCopies] = []
 
-    def memory_of(table: Any, device: Any) -> LateMemory:
-        made.append(LateMemory(table))
+    def copies_for(table: Any, device: Any) -> LateCopies:
+        made.append(LateCopies(table))
         return made[-1]
 
-    monkeypatch.setattr(model_runner, "memory_of", memory_of)
+    monkeypatch.setattr(model_runner, "copies_for", copies_for)
     return made
 
 
@@ -90,7 +90,7 @@ def mixed_results(folder: str | Path, **settings: Any) -> list[Any]:
 def test_results_are_those_of_a_cpu(plain: Reference, request: pytest.FixtureRequest, num_overlaps: list[int]) -> None:
     expected = mixed_results(plain.folder)
     assert num_overlaps == [0]
-    memories: list[LateMemory] = request.getfixturevalue("memories")
+    memories: list[LateCopies] = request.getfixturevalue("memories")
     assert mixed_results(plain.folder) == expected
     assert memories[-1].num_tokens_kept > 100
     assert num_overlaps[0] > 20

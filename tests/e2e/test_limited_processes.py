@@ -75,6 +75,7 @@ def test_resource_limits(
     assert not has_failed or (expected and expected in run.stderr.splitlines()[-1]), run.stderr
 
 
+@pytest.mark.slow_but("300")
 @pytest.mark.parametrize("megabytes", [300, 600])
 def test_a_limit_within_which_torch_cannot_be_imported(megabytes: int) -> None:
     """Python imports the package and raises a named error, where torch's libraries would abort."""

@@ -9,8 +9,9 @@ from typing import Any
 import mxfp4_checkpoints
 import pytest
 import torch
+from build_contexts import cpu_context
 from float8_checkpoints import write
-from model_context import cpu_context
+from gguf_families import write_family
 from packed_panels import unpacked
 from reference_models import Reference, make_reference
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,6 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import Weights
 from moeserve.models import registry
-from moeserve.models.checkpoint import loading as weight_loading
 from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.checkpoint.loading import load_weights
 from moeserve.models.checkpoint.names import translated
@@ -55,9 +55,33 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(folder / "encoded", folder / "decoded", original)
 
 
+@pytest.fixture(scope="module")
+def forms(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoints]:
+    """The checkpoints in each form, by the last part of its name."""
+    folder = tmp_path_factory.mktemp("forms")
+    original = make_reference(folder / "mixtral", mxfp4_checkpoints.OF_COMPRESSED_TENSORS)
+    plain = load_file(original.folder / "model.safetensors")
+    encoded, decoded = mxfp4_checkpoints.encoded_like_compressed_tensors(plain)
+    write(folder / "encoded", original, encoded, mxfp4_checkpoints.COMPRESSED_TENSORS)
+    write(folder / "decoded", original, decoded, None)
+    of_gguf = make_reference(folder / "gpt-oss", mxfp4_checkpoints.OF_GGUF)
+    _, decoded, _ = mxfp4_checkpoints.encoded_and_decoded(of_gguf)
+    write(folder / "of-gguf", of_gguf, decoded, None)
+    path = write_family(folder / "of-gguf", folder / "model.gguf", of_experts="MXFP4")
+    return {
+        "gpt-oss": checkpoints,
+        "compressed-tensors": Checkpoints(folder / "encoded", folder / "decoded", original),
+        "gguf": Checkpoints(path, folder / "of-gguf", of_gguf),
+    }
+
+
+FORMS = ("gpt-oss", "compressed-tensors", "gguf")
+
+
 @torch.inference_mode()
 def weights_of_rank(folder: Path, *, keeps_mxfp4: bool, tp: int = 1, rank: int = 0) -> dict[str, Weights]:
     """Return the weights of one rank: with experts as they are stored, or all open in float32."""
+    folder = registry.folder_of(folder)
     description = registry.describe(folder)
     groups = unconnected(Mesh(tp=tp, dp=1), rank)
     dtype, quantization = (torch.bfloat16, "mxfp4") if keeps_mxfp4 else (torch.float32, None)
@@ -68,7 +92,8 @@ def weights_of_rank(folder: Path, *, keeps_mxfp4: bool, tp: int = 1, rank: int =
     stored = translated(open_checkpoint(folder, weight_format), description.family, len(model.config.layers))
     packer = Packer(model)
     places = destinations(model, description.family.norm_offset, stored.shapes)
-    load_weights(stored, places, on_filled=packer.on_filled if keeps_mxfp4 else lambda place: None, show_progress=False)
+    on_filled = packer.on_filled if keeps_mxfp4 else lambda place: None
+    load_weights(stored, places, on_filled=on_filled, show_progress=False, piece_values=700)
     return weights_of(model)
 
 
@@ -80,17 +105,21 @@ def values_in_mxfp4(weights: Weights) -> torch.Tensor:
     return unpacked(PackedWeights("mxfp4", weights.panels, num_outputs, num_inputs, None, weights.activation))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_the_experts_of_every_rank_keep_their_values(
-    tp: int, rank: int, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    tp: int, rank: int, form: str, forms: dict[str, Checkpoints]
 ) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 700)
+    checkpoints = forms[form]
     exact = weights_of_rank(checkpoints.decoded, keeps_mxfp4=False, tp=tp, rank=rank)
     given = weights_of_rank(checkpoints.encoded, keeps_mxfp4=True, tp=tp, rank=rank)
+    dequantised = weights_of_rank(checkpoints.encoded, keeps_mxfp4=False, tp=tp, rank=rank)
     experts = {name for name in given if ".experts." in name}
     assert len(experts) == 2 * checkpoints.original.model.config.num_hidden_layers
     for name in experts:
-        assert torch.equal(values_in_mxfp4(given[name]), exact[name].open.weight_eOI.double()), name
+        expected_eOI = exact[name].open.weight_eOI
+        assert torch.equal(values_in_mxfp4(given[name]), expected_eOI.double()), name
+        assert torch.equal(dequantised[name].open.weight_eOI, expected_eOI), name
 
 
 def test_logits_differ_from_transformers_as_those_of_the_dequantised_checkpoint(checkpoints: Checkpoints) -> None:
@@ -102,7 +131,7 @@ def test_logits_differ_from_transformers_as_those_of_the_dequantised_checkpoint(
     def error(folder: Path, **options: Any) -> float:
         """Return the relative error of a position in the middle; where rounding changes an expert, it is large."""
         with LLM(folder, dtype="bfloat16", **options) as llm:
-            error_TV = logits_of(llm, prompt, chunk=40).double() - expected_TV
+            error_TV = logits_of(llm, prompt, 40).double() - expected_TV
             return float((error_TV.norm(dim=1) / expected_TV.norm(dim=1)).median())
 
     kept, dequantised = error(checkpoints.encoded), error(checkpoints.decoded)
@@ -142,15 +171,46 @@ def test_dummy_weights(checkpoints: Checkpoints) -> None:
     assert len(output.outputs[0].token_ids) == 24
 
 
-def test_inspect_counts_experts_as_they_are_stored(checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_other_forms_are_kept_without_a_setting(
+    form: str, forms: dict[str, Checkpoints], caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(forms[form].encoded, dtype="bfloat16") as llm:
+        assert llm.core.config.weights.quantization == "mxfp4"  # type: ignore[attr-defined]
+        (output,) = llm.generate([[3, 1, 4]], GREEDY)
+    assert len(output.outputs[0].token_ids) == 24
+    num_experts = forms[form].original.model.config.num_local_experts
+    num_layers = forms[form].original.model.config.num_hidden_layers
+    num_matrices = 3 * num_layers * (num_experts if form == "compressed-tensors" else 1)
+    assert f"{num_matrices} stay in mxfp4" in caplog.text
+
+
+@pytest.mark.parametrize("without", ["experts.2.w2", "experts"])
+def test_experts_that_are_not_all_in_mxfp4_are_dequantised(
+    without: str, forms: dict[str, Checkpoints], tmp_path: Path
+) -> None:
+    original = forms["compressed-tensors"].original
+    plain = load_file(original.folder / "model.safetensors")
+    encoded, _ = mxfp4_checkpoints.encoded_like_compressed_tensors(plain, without=without)
+    write(tmp_path / "encoded", original, encoded, mxfp4_checkpoints.COMPRESSED_TENSORS)
+    with LLM(tmp_path / "encoded", dtype="bfloat16") as llm:
+        assert llm.core.config.weights.quantization is None  # type: ignore[attr-defined]
+        (output,) = llm.generate([[3, 1, 4]], GREEDY)
+    assert len(output.outputs[0].token_ids) == 24
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inspect_counts_experts_as_they_are_stored(form: str, forms: dict[str, Checkpoints]) -> None:
+    checkpoints = forms[form]
     kept, plain = (inspect(checkpoints.encoded, dtype) for dtype in ("bfloat16", "float32"))
     assert kept.num_parameters == plain.num_parameters
     assert kept.num_active_parameters == plain.num_active_parameters
     experts = {part.dtype: part for part in kept.parts if part.name == "routed experts"}
     num_weights = experts["mxfp4"].num_parameters
     assert experts["mxfp4"].num_bytes == num_weights // 2 + num_weights // 32
-    assert "mxfp4, kept in memory" in as_text(kept)
-    assert "mxfp4, dequantised when loaded" in as_text(plain)
+    assert ("mxfp4, kept in memory" if form == "gpt-oss" else "experts kept in mxfp4, others") in as_text(kept)
+    assert "dequantised when loaded" in as_text(plain)
+    assert "kept in m" not in as_text(plain)
 
 
 def test_a_scale_that_is_nan_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:

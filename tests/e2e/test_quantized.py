@@ -35,7 +35,7 @@ def assert_twins(
         with LLM(folder, dtype="float32", tensor_parallel_size=tp) as llm:
             given.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
             if tp == 1:
-                assert (logits_of(llm, prompts[2], chunk=40) - twin.logits(prompts[2])).abs().max() < 1e-4
+                assert (logits_of(llm, prompts[2], 40) - twin.logits(prompts[2])).abs().max() < 1e-4
     assert given[0] == given[1] == [twin.greedy(prompt, 48) for prompt in prompts]
     assert (original.logits(prompts[2]) - twin.logits(prompts[2])).abs().max() > 1e-2  # it did lose something
 

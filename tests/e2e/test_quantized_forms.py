@@ -78,6 +78,7 @@ OF_AUTO_ROUND = {
 }
 
 
+@pytest.mark.slow_but("True-2", "quantization3")
 @pytest.mark.parametrize(
     ("quantization", "is_reordered", "tp"),
     [(OF_GPTQMODEL, False, 1), (OF_GPTQMODEL, True, 1), (OF_GPTQMODEL, True, 2), (OF_AUTO_ROUND, False, 1)],
@@ -267,6 +268,7 @@ def test_scales_of_groups(
     assert_twins(tmp_path, original, encoded, decoded, quantization)
 
 
+@pytest.mark.slow_but("qwen3-moe", "nemotron-h")
 @pytest.mark.parametrize("name", ["qwen3-moe", "nemotron-h", "deepseek-v4"])
 def test_the_form_of_transformers_in_fp8(name: str, tmp_path: Path) -> None:
     original = original_of(tmp_path, name)

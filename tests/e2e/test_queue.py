@@ -22,7 +22,7 @@ LONG = SamplingParams(temperature=0, max_tokens=40)
 def test_a_long_list_passes_through_a_short_queue(plain: Reference, num_replicas: int) -> None:
     """Several threads feed the queue at once. Samples of one prompt take a place each."""
     prompts = plain.prompts(*range(3, 40, 2))
-    expected = [plain.greedy(prompt, 6) for prompt in prompts]
+    expected = plain.continuations(prompts, 6)
     params = [SamplingParams(temperature=0, max_tokens=6, n=1 + index % 3) for index in range(len(prompts))]
     with (
         LLM(plain.folder, data_parallel_size=num_replicas, dtype="float32", **SHORT) as llm,

@@ -31,10 +31,12 @@ FIXED = {
     "Gemma4": {"head_dim"},
     "Gemma4Text": {"head_dim"},
     "GraniteMoeHybrid": {"hidden_size"},
+    "Inkling2": {"hidden_size"},
     "LongcatFlash": {"head_dim", "qk_rope_head_dim"},
     "MiMoV2Flash": {"v_head_dim"},
     "Mistral3": {"qk_nope_head_dim", "qk_rope_head_dim"},
     "Mistral4": {"qk_nope_head_dim", "qk_rope_head_dim"},
+    "MuseSpark": {"hidden_size"},
     "Phimoe": {"hidden_size"},
     "Qwen3_5Moe": {"head_dim"},
 }

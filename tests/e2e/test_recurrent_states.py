@@ -23,7 +23,7 @@ def clear_prompts(
     for seed in range(1000):
         prompts = join(*reference.prompts(*lengths, seed=seed))
         if all(reference.is_clear(prompt, NUM_TOKENS) for prompt in prompts):
-            return prompts, [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+            return prompts, reference.continuations(prompts, NUM_TOKENS)
     raise AssertionError("no prompts are clear")
 
 
@@ -91,6 +91,12 @@ LAYOUTS = [
     ("inkling", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     ("inkling", {"pipeline_parallel_size": 3, "max_num_batched_tokens": 33}),
     ("inkling-odd", {"data_parallel_size": 2, "max_num_seqs": 2, "max_num_batched_tokens": 7}),
+    ("inkling2", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ("inkling2", {"pipeline_parallel_size": 3, "max_num_batched_tokens": 33}),
+    ("inkling2-odd", {"data_parallel_size": 2, "max_num_seqs": 2, "max_num_batched_tokens": 7}),
+    ("qwen4-exp", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    ("qwen4-exp", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 33}),
+    ("qwen4-exp-odd", {"data_parallel_size": 2, "max_num_seqs": 2, "max_num_batched_tokens": 7}),
 ]
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reference_models import SHAPES, in_the_style_of_the_hub
+from reference_models import EVERY_SHAPE, SHAPES, in_the_style_of_the_hub
+from transformers import PreTrainedConfig
 
 from moeserve import LLM, CheckpointError
-from moeserve.models.registry import read_facts
+from moeserve.models.registry import describe, read_facts
 
 ABSENT = object()
 
 DEEPSEEK = ("deepseek-v2", "deepseek-v3")
-LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-GROUPED = ("qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss")
-NEWER_LATENT = ("glm4-moe-lite", "kimi-k25", "mistral4")
-NEWER_GROUPED = ("minimax-m2", "ernie", "dots1", "hunyuan", "hy-v3", "granite", "llama4")
-EVERY = ("mixtral", *DEEPSEEK, *GROUPED, *NEWER_LATENT, *NEWER_GROUPED)
 IN_GROUPS = (*DEEPSEEK, "glm4-moe-groups")
-QWEN = ("qwen2-moe", "qwen3-moe")
-WINDOWED = ("qwen2-moe-window", "qwen3-moe-window")
+NEWER_GROUPED = ("minimax-m2", "ernie", "dots1", "hunyuan", "hy-v3", "granite", "llama4")
+EVERY = ("mixtral", *DEEPSEEK, "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "glm4-moe-lite", "kimi-k25")
+EVERY += ("mistral4", *NEWER_GROUPED)
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -31,293 +30,216 @@ def config_of(name: str) -> dict[str, Any]:
     return in_the_style_of_the_hub(json.loads(json.dumps(values, default=str)) | {"dtype": "float32"})
 
 
-def num_experts_key(name: str) -> str:
-    if name in (*DEEPSEEK, *NEWER_LATENT, "glm4-moe", "dots1"):
-        return "n_routed_experts"
-    if name == "ernie":
-        return "moe_num_experts"
-    return "num_local_experts" if name in ("mixtral", "gpt-oss", "minimax-m2", "granite", "llama4") else "num_experts"
+NOT_AN_INTEGER, NOT_A_NUMBER = (0, -1, 10.5, "four", True), (0, -1.0, "much", True)
+
+# Keys of all configs of transformers, most of which no family reads.
+COMMON = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+# Integers that may be 0, numbers below 0, and keys whose values may be of several kinds.
+MAY_BE_ZERO = re.compile(
+    "(attn|expert)_layer_offset|first_k_dense_replace|index_local_blocks|moe_layer_(start|end)_index|num_dense_layers|"
+    "num_nextn_predict_layers|shared_intermediate_size|zero_expert_num|seed|(n|num|moe_num)_shared_experts"
+)
+NEGATIVE = ("kda_lower_bound", "linear_lower_bound")
+SEVERAL_KINDS = {"query_pre_attn_scalar", "rope_theta", "moe_topk", "model_type", "eos_token_id", "layers_block_type"}
+SEVERAL_KINDS |= {"moe_layers", "partial_rotary_factors"}
+SEVERAL_KINDS |= {
+    f"layernorm_{part}_{word}" for part in ("full_attention", "linear_attention", "mlp") for word in ("alpha", "beta")
+}
+LAYERNORM_FACTORS = ("full_attention_alpha", "full_attention_beta", "linear_attention_beta", "mlp_beta")
+RENAMED = {
+    "compress_rope_theta": "rope_theta",
+    "moe_num_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok",
+    "num_attention_groups": "num_key_value_heads",
+}
 
 
-def top_k_key(name: str) -> str:
-    return {"ernie": "moe_k", "hunyuan": "moe_topk"}.get(name, "num_experts_per_tok")
+def values_of_other_kinds(key: str, value: Any, num_layers: int) -> tuple[Any, ...]:
+    """Return values that cannot stand in the place of this one."""
+    match value:
+        case bool():
+            return ("yes", 7)
+        case int():
+            return NOT_AN_INTEGER[MAY_BE_ZERO.fullmatch(key) is not None :]
+        case float():
+            return ("much", True) if key in NEGATIVE else NOT_A_NUMBER
+        case str():
+            return ("roulette",)
+        case list():
+            return ("all", 5, value[:1]) if len(value) == num_layers > 1 else ("all", 5)
+        case dict():
+            return (5,)
+    return ()
 
 
-def expert_width_key(name: str) -> str:
-    named_so = ("mixtral", "olmoe", "gpt-oss", "minimax-m2", "hunyuan", "granite", "llama4")
-    return "intermediate_size" if name in named_so else "moe_intermediate_size"
-
-
-NOT_AN_INTEGER, NOT_A_NUMBER, NOT_A_FLAG = (0, -1, 10.5, "four", True), (0, -1.0, "much", True), (1, "yes")
-
-# References, a key of their config.json, and values that are refused with key and value.
+# References, a key of their config.json, and values of the right kind that are refused with key and value.
 WRONG: list[tuple[tuple[str, ...], str, tuple[Any, ...]]] = [
-    (EVERY, "hidden_size", NOT_AN_INTEGER),
-    (EVERY, "num_hidden_layers", NOT_AN_INTEGER),
-    (EVERY, "vocab_size", NOT_AN_INTEGER),
-    (EVERY, "num_attention_heads", NOT_AN_INTEGER),
-    *(((name,), top_k_key(name), (*NOT_AN_INTEGER, 99)) for name in EVERY),
-    *(((name,), num_experts_key(name), NOT_AN_INTEGER) for name in EVERY),
+    (tuple(name for name in EVERY if name not in ("ernie", "hunyuan")), "num_experts_per_tok", (99,)),
+    (("ernie",), "moe_k", (99,)),
+    (("hunyuan",), "moe_topk", (0, -1, 10.5, "four", True, 99)),
     (("dots1",), "n_routed_experts", (ABSENT,)),
-    *(((name,), expert_width_key(name), NOT_AN_INTEGER) for name in EVERY),
-    (EVERY, "rms_norm_eps", NOT_A_NUMBER),
+    ((*EVERY, "minimax-m3"), "hidden_act", ("gelu",)),
     (EVERY, "rope_theta", NOT_A_NUMBER),
-    (EVERY, "tie_word_embeddings", NOT_A_FLAG),
-    (EVERY, "hidden_act", ("gelu",)),
+    (("aria",), "moe_topk", NOT_AN_INTEGER),
+    *((("minimax",), f"layernorm_{part}", NOT_A_NUMBER) for part in LAYERNORM_FACTORS),
+    (("aria",), "moe_num_shared_experts", (0,)),
+    (("dots3-note", "inkling"), "n_shared_experts", (0,)),
+    (("minimax-m3",), "shared_intermediate_size", (0,)),
+    (("hunyuan",), "num_shared_expert", (2,)),
+    (("hunyuan",), "moe_intermediate_size", (20,)),
+    (("ernie-vl",), "moe_intermediate_size", (17,)),
+    (("ernie",), "moe_layer_end_index", (-2,)),
+    (("granite-swa",), "layer_rope_theta", ([10000.0],)),
+    (("muse-spark",), "layer_rope_theta", (200.0,)),
     (EVERY, "quantization_config", ({"quant_method": "awq"},)),
     (EVERY, "compression_config", ({"format": "int-quantized"},)),
-    # 4 experts in each of 3 groups, 3 in each of 4, and 3 in each of 3
     (("deepseek-v2",), "num_experts_per_tok", (9,)),
-    (("deepseek-v3", "glm4-moe-groups"), "num_experts_per_tok", (7,)),
-    (IN_GROUPS, "n_group", (*NOT_AN_INTEGER, 5)),
-    (IN_GROUPS, "topk_group", (*NOT_AN_INTEGER, 7)),
-    (IN_GROUPS, "routed_scaling_factor", NOT_A_NUMBER),
-    (IN_GROUPS, "n_shared_experts", (-1, "two")),
-    (IN_GROUPS, "first_k_dense_replace", (-1, "two")),
-    (("deepseek-v3", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe"), "norm_topk_prob", NOT_A_FLAG),
+    (("deepseek-v3", "glm4-moe-groups", "deepseek-ocr2"), "num_experts_per_tok", (7,)),
+    (("deepseek-v2", "deepseek-v3", "glm4-moe-groups", "axk2", "beam"), "n_group", (5,)),
+    (IN_GROUPS, "topk_group", (7,)),
     (("deepseek-v2",), "norm_topk_prob", (True,)),
     (DEEPSEEK, "scoring_func", ("sparsemax",)),
-    (("glm4-moe",), "scoring_func", ("softmax",)),
+    (("glm4-moe", "minimax-m2", "dots1", "axk1", "inkling2"), "scoring_func", ("softmax",)),
     (DEEPSEEK, "topk_method", ("roulette",)),
-    (("glm4-moe",), "topk_method", ("greedy",)),
+    (("glm4-moe", "glm4-moe-lite"), "topk_method", ("greedy",)),
     (DEEPSEEK, "moe_layer_freq", (2,)),
     (DEEPSEEK, "index_topk", (2048,)),
-    (("mixtral", *GROUPED), "num_key_value_heads", (*NOT_AN_INTEGER, 5)),
+    (("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "laguna"), "num_key_value_heads", (5,)),
     (("mixtral", "qwen3-moe", "gpt-oss"), "head_dim", (9,)),
-    ((*DEEPSEEK, *NEWER_LATENT), "qk_rope_head_dim", (7,)),
-    *(((*DEEPSEEK, *NEWER_LATENT), key, NOT_AN_INTEGER) for key in LATENT),
-    ((*DEEPSEEK, *NEWER_LATENT), "q_lora_rank", NOT_AN_INTEGER),
-    (("deepseek-v3", "qwen3-moe", "glm4-moe"), "attention_bias", NOT_A_FLAG),
-    (("qwen2-moe",), "qkv_bias", NOT_A_FLAG),
-    (("qwen3-next",), "linear_num_key_heads", (*NOT_AN_INTEGER, 3)),
-    (("qwen3-next",), "linear_conv_kernel_dim", (*NOT_AN_INTEGER, 1, 9)),
-    (("qwen3-next",), "linear_key_head_dim", (*NOT_AN_INTEGER, 257)),
-    (("deepseek-v4",), "o_groups", (*NOT_AN_INTEGER, 3)),
-    (("deepseek-v4",), "index_head_dim", (*NOT_AN_INTEGER, 5)),
-    *((("deepseek-v4",), key, NOT_AN_INTEGER) for key in ("head_dim", "q_lora_rank", "index_topk")),
-    (("deepseek-v4",), "hc_mult", (*NOT_AN_INTEGER, 9)),
-    (("deepseek-v4",), "layer_types", (["sliding_attention"], [["sliding_attention"]] * 4, "all")),
-    (("deepseek-v4",), "compress_ratios", ([0, 4, 4], [0, 4, 128, 5], [False] * 4)),
-    (("deepseek-v4",), "mlp_layer_types", (["moe"], "moe")),
-    (("deepseek-v4",), "compress_rates", (4,)),
+    (("deepseek-v2", "deepseek-v3", "glm4-moe-lite", "kimi-k25", "mistral4", "deepseek-v4"), "qk_rope_head_dim", (7,)),
+    (("qwen2-moe",), "qkv_bias", (1, "yes")),
+    (("qwen3-next",), "linear_num_key_heads", (3,)),
+    (("qwen3-next",), "linear_conv_kernel_dim", (1, 17)),
+    (("qwen3-next",), "linear_key_head_dim", (257,)),
+    (("deepseek-v4",), "o_groups", (3,)),
+    (("deepseek-v4", "minimax-m3"), "index_head_dim", (5,)),
+    (("deepseek-v4", "hy-v4", "glm5-next"), "hc_mult", (9,)),
+    (("deepseek-v4",), "layer_types", ([["sliding_attention"]] * 4,)),
+    (("deepseek-v4",), "compress_ratios", ([0, 4, 4], [0, 4, 128, 5], [False, False, False, False])),
     (("deepseek-v4",), "scoring_func", ("sigmoid",)),
-    (("deepseek-v4",), "qk_rope_head_dim", (*NOT_AN_INTEGER, 7)),
-    # 12 values a head: a quarter of them is 3, and more than all of them there are not
-    (("glm4-moe",), "partial_rotary_factor", (*NOT_A_NUMBER, 0.25, 1.5)),
-    (("glm4-moe",), "use_qk_norm", NOT_A_FLAG),
+    (("glm4-moe",), "partial_rotary_factor", (0.25, 1.5)),
     (("longcat-flash",), "router_bias", (True,)),
     (("longcat-flash",), "zero_expert_type", ("zero",)),
-    (("longcat-flash",), "q_lora_rank", (None,)),
-    *((("longcat-flash",), key, NOT_AN_INTEGER) for key in ("num_layers", "ffn_hidden_size")),
-    (("longcat-flash",), "zero_expert_num", NOT_AN_INTEGER[1:]),
-    (("olmoe",), "clip_qkv", NOT_A_NUMBER),
+    (("longcat-flash", "axk2", "hy-v4", "dots3-note", "deepseek-v32"), "q_lora_rank", (None,)),
     (("flex-olmo",), "clip_qkv", (0.8,)),
-    (("flex-olmo", "kolibri1"), "norm_topk_prob", NOT_A_FLAG),
-    (("kolibri1",), "sliding_window", NOT_AN_INTEGER),
-    (("kolibri1",), "shared_expert_intermediate_size", NOT_AN_INTEGER),
-    (("kolibri1",), "layer_types", (["full_attention"], "full")),
     (("laguna",), "gating", (False, "per-token")),
     (("laguna",), "moe_apply_router_weight_on_input", (True,)),
     (("laguna",), "moe_router_logit_softcapping", (30.0,)),
-    (("laguna",), "moe_routed_scaling_factor", NOT_A_NUMBER),
-    (("laguna",), "num_attention_heads_per_layer", ([6, 4], [6, 4, 4, 6.0], 6)),
-    (("laguna",), "num_key_value_heads", (*NOT_AN_INTEGER, 5)),
-    (("laguna",), "shared_expert_intermediate_size", NOT_AN_INTEGER),
-    (("laguna-odd",), "attention_bias", (True,)),
-    (("aria", "deepseek-ocr2"), "mlp_bias", (True,)),
+    (("laguna",), "num_attention_heads_per_layer", ([6, 4], [6, 4, 4, 6.0])),
+    (("laguna-odd", "zaya", "gemma4", "muse-spark"), "attention_bias", (True,)),
+    (("aria", "deepseek-ocr2", "hy-v3", "nemotron-h"), "mlp_bias", (True,)),
     (("deepseek-ocr2",), "topk_method", ("noaux_tc",)),
-    (("deepseek-ocr2",), "n_group", (*NOT_AN_INTEGER, 3)),
-    (("deepseek-ocr2",), "num_experts_per_tok", (*NOT_AN_INTEGER, 7)),
-    (("deepseek-ocr2",), "mlp_layer_types", (["dense"], "sparse")),
-    (("axk2",), "gated_norm_rank", NOT_AN_INTEGER),
-    (("axk2",), "q_lora_rank", (None,)),
-    (("axk2",), "n_group", (*NOT_AN_INTEGER, None, 5)),
-    (("axk2",), "layer_types", (["full_attention"] * 3,)),
-    (("axk2",), "index_head_dim", (*NOT_AN_INTEGER, 7)),
-    (("hy-v4",), "indexer_types", (["shared", "full", "full"], ["full"], "full")),
-    (("hy-v4",), "hc_mult", (*NOT_AN_INTEGER, 9)),
-    *((("hy-v4",), key, NOT_A_NUMBER) for key in ("hc_magnitude", "hc_eps", "swiglu_limit")),
-    (("hy-v4",), "layer_types", (["full_attention"] * 3,)),
-    (("hy-v4",), "q_lora_rank", (None,)),
-    (("dots3-note",), "layer_types", (["sliding_attention"], ["linear_attention"] * 4, "full")),
-    (("dots3-note",), "sliding_window", NOT_AN_INTEGER),
-    (("dots3-note",), "q_lora_rank", (None,)),
-    (("dots3-note",), "per_layer_config", (1, [])),
-    (("dots3-note",), "n_shared_experts", NOT_AN_INTEGER),
-    (("beam",), "rope_parameters", (dict(rope_type="default", rope_theta=1e4), {"sliding_attention": None})),
-    (("beam",), "mlp_layer_types", (["dense"], "sparse")),
-    (("beam",), "final_logit_softcapping", NOT_A_NUMBER),
-    (("beam",), "attention_bias", NOT_A_FLAG),
-    (("beam",), "n_group", (*NOT_AN_INTEGER, 5)),
-    *((("aria",), key, NOT_AN_INTEGER) for key in ("moe_num_experts", "moe_topk", "moe_num_shared_experts")),
+    (("deepseek-ocr2", "exaone-moe"), "n_group", (3,)),
+    (("axk2",), "n_group", (None,)),
+    (("axk2", "hy-v4"), "layer_types", (["full_attention"] * 3,)),
+    (("axk2", "deepseek-v32"), "index_head_dim", (7,)),
+    (("hy-v4",), "indexer_types", (["shared", "full", "full"],)),
+    (("dots3-note", "qwen2-moe-window", "gpt-oss"), "layer_types", (["linear_attention"] * 4,)),
+    (("dots3-note",), "per_layer_config", ([],)),
+    (("beam",), "rope_parameters", ({"rope_type": "default", "rope_theta": 10000.0}, {"sliding_attention": None})),
     (("cohere2-moe",), "expert_selection_fn", ("softplus",)),
     (("cohere2-moe",), "shared_expert_combination_strategy", ("concatenate",)),
-    (("cohere2-moe",), "num_shared_experts", (-1, "two")),
-    (("cohere2-moe",), "mlp_layer_types", (["dense"], "sparse")),
-    (("cohere2-moe",), "layer_types", (["full_attention"], "full")),
-    (("cohere2-moe",), "prefix_dense_sliding_window_pattern", NOT_AN_INTEGER),
-    (("cohere2-moe",), "prefix_dense_intermediate_size", (*NOT_AN_INTEGER, ABSENT)),
-    (("cohere2-moe"), "tie_word_embeddings", NOT_A_FLAG),
-    (("minimax-m3",), "index_n_heads", (*NOT_AN_INTEGER, 3, 16)),
-    (("minimax-m3",), "index_head_dim", (*NOT_AN_INTEGER, 5)),
-    (("minimax-m3",), "index_local_blocks", (-1, 4, "two")),
-    *((("minimax-m3",), f"index_{key}", NOT_AN_INTEGER) for key in ("block_size", "topk_blocks")),
-    (("minimax-m3",), "layer_types", (["full_attention"], ["sliding_attention"] * 4, "full")),
-    (("minimax-m3",), "mlp_layer_types", (["dense"], "sparse")),
-    (("minimax-m3",), "hidden_act", ("gelu",)),
-    *((("minimax-m3",), key, NOT_A_NUMBER) for key in ("swiglu_alpha", "swiglu_limit", "routed_scaling_factor")),
-    *((("minimax-m3",), f"{part}_intermediate_size", NOT_AN_INTEGER) for part in ("dense", "shared")),
-    *((("cohere2-moe",), key, NOT_A_NUMBER) for key in ("logit_scale", "layer_norm_eps")),
-    (("mixtral", "gpt-oss", *WINDOWED), "sliding_window", (0, -7)),
-    (WINDOWED, "use_sliding_window", NOT_A_FLAG),
-    (("qwen2-moe-window", "gpt-oss"), "layer_types", (["full_attention"], ["linear_attention"] * 4, "full")),
-    (QWEN, "mlp_only_layers", ([3], [-1], ["first"], 1)),
-    (QWEN, "decoder_sparse_step", NOT_AN_INTEGER),
-    (QWEN, "dual_chunk_attention_config", ({"chunk_size": 8},)),
-    (("qwen2-moe",), "shared_expert_intermediate_size", NOT_AN_INTEGER),
-    (("gpt-oss",), "swiglu_limit", NOT_A_NUMBER),
-    (("glm4-moe-lite",), "mlp_layer_types", (["dense"], ["sparse", "dense", "moe"], "dense")),
-    (("glm4-moe-lite",), "topk_method", ("greedy",)),
-    (NEWER_GROUPED, "num_key_value_heads", (*NOT_AN_INTEGER, 7)),
-    (("zaya",), "attention_bias", (True,)),
-    (("zaya",), "num_experts_per_tok", (2,)),
-    (("zaya",), "layer_types", (["hybrid"], ["hybrid", "full_attention", "hybrid"])),
-    (("zaya",), "router_hidden_size", NOT_AN_INTEGER),
-    *((("zaya",), key, (*NOT_AN_INTEGER, 5)) for key in ("cca_time0", "cca_time1")),
-    (("zaya",), "head_dim", (*NOT_AN_INTEGER, 513)),
+    (("cohere2-moe",), "prefix_dense_intermediate_size", (ABSENT,)),
+    (("minimax-m3",), "index_n_heads", (3, 16)),
+    (("minimax-m3",), "index_local_blocks", (4,)),
+    (("minimax-m3", "llama4"), "layer_types", (["sliding_attention"] * 4,)),
+    (("mixtral",), "sliding_window", (0, -7)),
+    (("gpt-oss",), "layer_types", (["full_attention"], "full")),
+    (("qwen2-moe", "qwen3-moe"), "mlp_only_layers", ([3], [-1], ["first"])),
+    (("qwen2-moe", "qwen3-moe"), "dual_chunk_attention_config", ({"chunk_size": 8},)),
+    (("glm4-moe-lite", "mellum", "hy-v3"), "mlp_layer_types", (["sparse", "dense", "moe"],)),
+    (NEWER_GROUPED, "num_key_value_heads", (7,)),
+    (("zaya", "llama4"), "num_experts_per_tok", (2,)),
+    (("zaya",), "layer_types", (["hybrid", "full_attention", "hybrid"],)),
+    (("zaya",), "cca_time0", (9,)),
+    (("zaya",), "cca_time1", (9,)),
+    (("zaya",), "head_dim", (513,)),
     (("jetmoe",), "activation_function", ("gelu",)),
-    (("jetmoe",), "kv_channels", (*NOT_AN_INTEGER, 7)),
-    (("minimax",), "layernorm_full_attention_alpha", (*NOT_A_NUMBER, 2.5)),
-    *((("minimax",), f"layernorm_{part}_beta", NOT_A_NUMBER) for part in ("full_attention", "linear_attention", "mlp")),
-    (("minimax",), "attn_type_list", ([0, 1], [0, 0, 1, 2], 1)),
-    (("minimax",), "head_dim", (*NOT_AN_INTEGER, 258)),
-    (("minimax",), "rotary_dim", (*NOT_AN_INTEGER, 12)),
+    (("jetmoe",), "kv_channels", (7,)),
+    (("minimax",), "layernorm_full_attention_alpha", (2.5,)),
+    (("minimax",), "attn_type_list", ([0, 1], [0, 0, 1, 2])),
+    (("minimax",), "head_dim", (258,)),
+    (("minimax",), "rotary_dim", (12,)),
     (("minimax",), "postnorm", (False,)),
-    (("minimax",), "shared_intermediate_size", (64,)),
-    (("minimax-m2",), "scoring_func", ("softmax",)),
-    (("minimax-m2",), "use_qk_norm", (False,)),
+    (("minimax", "minimax-m2"), "shared_intermediate_size", (64,)),
+    (("minimax-m2", "hunyuan"), "use_qk_norm", (False,)),
     (("minimax-m2",), "qk_norm_type", ("per_head",)),
-    (("minimax-m2",), "rotary_dim", (0, 13, 99)),
-    (("minimax-m2",), "shared_intermediate_size", (64,)),
+    (("minimax-m2",), "rotary_dim", (13, 99)),
     (("ernie", "ernie-vl"), "use_bias", (True,)),
-    (("ernie-vl",), "moe_intermediate_size", ([17], [0, 11], 17, [17, 11, 11])),
-    (("ernie-vl",), "mlp_layer_types", (["dense"], "sparse")),
-    (("ernie-vl",), "moe_k", (*NOT_AN_INTEGER, 7)),
-    (("ernie",), "moe_layer_interval", NOT_AN_INTEGER),
-    (("ernie",), "moe_layer_end_index", (-2, "two")),
-    (("dots1",), "scoring_func", ("softmax",)),
-    (("dots1-window",), "layer_types", (["full_attention"], ["chunked_attention"] * 4)),
-    (("dots1", "hunyuan", "hy-v3", "granite"), "attention_bias", NOT_A_FLAG),
+    (("ernie-vl",), "moe_intermediate_size", ([17], [0, 11], [17, 11, 11])),
+    (("ernie-vl",), "moe_k", (7,)),
+    (("dots1-window", "step3p7"), "layer_types", (["chunked_attention"] * 4,)),
     (("solar-open",), "use_qk_norm", (True,)),
-    (("dbrx",), "d_model", NOT_AN_INTEGER),
-    (("dbrx",), "attn_config", (5,)),
-    (("mellum",), "mlp_layer_types", (["dense"], ["sparse", "dense", "moe"])),
-    (("flint",), "mlp_only_layers", ([5], "1")),
-    (("exaone-moe",), "n_group", (3,)),
-    (("axk1",), "scoring_func", ("softmax",)),
-    (("granite-swa",), "layer_rope_theta", ([1e4], [0, 0.5, 1e4, 1e4], [0, 0, 0, "1e4"])),
+    (("flint",), "mlp_only_layers", ([5],)),
+    (("granite-swa",), "layer_rope_theta", ([0, 0.5, 10000.0, 10000.0], [0, 0, 0, "1e4"])),
     (("afmoe",), "score_func", ("softmax",)),
-    (("afmoe",), "global_attn_every_n_layers", NOT_AN_INTEGER),
-    (("hunyuan",), "use_qk_norm", (False,)),
     (("hunyuan",), "use_cla", (True,)),
-    (("hunyuan",), "num_shared_expert", ([1, 2], 2)),
-    (("hunyuan",), "moe_intermediate_size", (20, [21, 20])),
-    (("hy-v3",), "mlp_layer_types", (["dense"], ["sparse", "dense", "moe"], "dense")),
-    (("hy-v3",), "router_scaling_factor", NOT_A_NUMBER),
-    (("hy-v3",), "mlp_bias", (True,)),
-    *((("granite",), key, NOT_A_NUMBER) for key in ("embedding_multiplier", "attention_multiplier")),
-    *((("granite",), key, NOT_A_NUMBER) for key in ("residual_multiplier", "logits_scaling")),
-    (("mistral4",), "n_group", (*NOT_AN_INTEGER, 2)),
-    (("mistral4",), "norm_topk_prob", NOT_A_FLAG),
-    (("mistral-large4",), "kv_source_layers", ([0, 1, 2, 2], "all")),
-    (("mistral-large4",), "no_rope_layers", ([1, 0], [1, 1, 2, 1], "all")),
-    (("mistral-large4",), "final_logit_softcapping", NOT_A_NUMBER),
-    (("mistral-large4",), "index_head_dim", (*NOT_AN_INTEGER, 3)),
-    (("mistral-large4",), "indexer_types", (["full"], ["shared"] + ["full"] * 3, "full")),
-    (("llama4",), "num_experts_per_tok", (2,)),
-    (("llama4",), "attention_chunk_size", (0, -7)),
-    (("llama4",), "no_rope_layers", ([1, 0], [1, 1, 2, 1], "all")),
-    (("llama4",), "layer_types", (["full_attention"], ["sliding_attention"] * 4)),
-    (("llama4",), "attn_temperature_tuning", (7,)),
-    (("llama4",), "floor_scale", NOT_AN_INTEGER),
-    (("llama4",), "attn_scale", NOT_A_NUMBER),
-    (("llama4-odd",), "interleave_moe_layer_step", NOT_AN_INTEGER),
-    (("llama4-odd",), "intermediate_size_mlp", NOT_AN_INTEGER),
+    (("hunyuan",), "num_shared_expert", ([1, 2],)),
+    (("hunyuan",), "moe_intermediate_size", ([21, 20],)),
+    (("mistral4",), "n_group", (2,)),
+    (("mistral-large4",), "kv_source_layers", ([0, 1, 2, 2],)),
+    (("mistral-large4", "llama4"), "no_rope_layers", ([1, 0], [1, 1, 2, 1])),
+    (("mistral-large4",), "index_head_dim", (3,)),
+    (("mistral-large4",), "indexer_types", (["shared", "full", "full", "full"],)),
     (("step3p7",), "moe_layers_enum", ("1,two", 3)),
-    (("step3p7",), "swiglu_limits", ([0.0], [0.0, -1, 0.0, 0.0], 7.0)),
+    (("step3p7",), "swiglu_limits", ([0.0, -1, 0.0, 0.0],)),
     (("step3p7",), "swiglu_limits_shared", ([0.0, "x", 0.0, 0.0],)),
-    (("step3p7",), "layer_types", (["full_attention"], ["chunked_attention"] * 4)),
-    (("step3p7",), "share_expert_dim", NOT_AN_INTEGER),
-    (("step3p7",), "sliding_window", (*NOT_AN_INTEGER, ABSENT)),
+    (("step3p7",), "sliding_window", (ABSENT,)),
     (("step3p7",), "use_bidirectional_attention", (True,)),
-    (("mimo-v2-flash",), "sliding_window_size", NOT_AN_INTEGER),
-    *((("mimo-v2-flash",), f"swa_{key}", NOT_AN_INTEGER) for key in ("num_key_value_heads", "v_head_dim", "head_dim")),
+    (("mimo-v2-flash",), "swa_v_head_dim", NOT_AN_INTEGER),
+    (("mimo-v2-flash",), "swa_head_dim", NOT_AN_INTEGER),
     (("mimo-v2-flash",), "v_head_dim", (13, 7)),
-    (("mimo-v2-flash",), "attention_value_scale", NOT_A_NUMBER),
-    (("mimo-v2-flash",), "hybrid_layer_pattern", ([0, 1], [0, 1, 2, 0], "all")),
-    (("mimo-v2-flash",), "moe_layer_freq", ([0], 1)),
+    (("mimo-v2-flash",), "hybrid_layer_pattern", ([0, 1], [0, 1, 2, 0])),
     (("mimo-v2-flash",), "n_shared_experts", (1,)),
     (("gemma4",), "enable_moe_block", (False,)),
-    (("gemma4",), "attention_bias", (True,)),
     (("gemma4",), "hidden_activation", ("silu",)),
     (("gemma4",), "hidden_size_per_layer_input", (256,)),
     (("gemma4",), "num_kv_shared_layers", (1,)),
     (("gemma4",), "use_bidirectional_attention", ("all",)),
-    (("gemma4",), "top_k_experts", (*NOT_AN_INTEGER, 99)),
-    *((("gemma4",), key, NOT_AN_INTEGER) for key in ("global_head_dim", "num_global_key_value_heads")),
-    (("gemma4",), "final_logit_softcapping", NOT_A_NUMBER),
-    (("phimoe",), "num_experts_per_tok", (*NOT_AN_INTEGER, 3)),
-    (("phimoe",), "router_jitter_noise", NOT_A_NUMBER),
-    *((("phimoe",), key, NOT_A_FLAG) for key in ("attention_bias", "lm_head_bias")),
-    (("granite-shared",), "shared_intermediate_size", (-1, "two")),
-    (("nemotron-h",), "layers_block_type", (["moe", "dense"], [], "moe")),
+    (("gemma4",), "top_k_experts", (99,)),
+    (("gemma4",), "num_global_key_value_heads", NOT_AN_INTEGER),
+    (("phimoe",), "num_experts_per_tok", (3,)),
+    (("nemotron-h",), "layers_block_type", (["moe", "dense"], [])),
     (("nemotron-h",), "mlp_hidden_act", ("silu",)),
-    (("nemotron-h",), "mlp_bias", (True,)),
     (("nemotron-h",), "n_shared_experts", (2,)),
-    (("nemotron-h",), "n_groups", (*NOT_AN_INTEGER, 4)),
+    (("nemotron-h",), "n_groups", (4,)),
     (("nemotron-h",), "time_step_limit", ([0.001, 0.1],)),
-    (("nemotron-h",), "moe_shared_expert_intermediate_size", NOT_AN_INTEGER),
-    (("nemotron-h-latent",), "moe_latent_size", NOT_AN_INTEGER),
-    *((("jamba",), f"{part}_layer_period", NOT_AN_INTEGER) for part in ("attn", "expert")),
-    *((("jamba",), f"{part}_layer_offset", (-1, 3, "two")) for part in ("attn", "expert")),
-    (("jamba",), "mamba_d_state", (*NOT_AN_INTEGER, 257)),
-    (("jamba",), "mamba_d_conv", (*NOT_AN_INTEGER, 1, 9)),
-    *((("jamba",), f"mamba_{key}", NOT_AN_INTEGER) for key in ("expand", "dt_rank")),
-    (("jamba",), "mamba_conv_bias", NOT_A_FLAG),
+    (("jamba",), "attn_layer_offset", (3,)),
+    (("jamba",), "expert_layer_offset", (3,)),
+    (("jamba",), "mamba_d_state", (257,)),
+    (("jamba",), "mamba_d_conv", (1, 17)),
     (("jamba",), "mamba_proj_bias", (True,)),
     (("jamba",), "mamba_inner_layernorms", (False,)),
     (("jamba",), "sliding_window", (4096,)),
-    *((("deepseek-v32", "glm5"), f"index_{key}", NOT_AN_INTEGER) for key in ("topk", "n_heads", "head_dim")),
-    (("deepseek-v32",), "index_head_dim", (7,)),
-    (("deepseek-v32",), "q_lora_rank", (None,)),
     (("deepseek-v32",), "indexer_rope_interleave", (True,)),
     (("glm5",), "indexer_rope_interleave", (False,)),
-    (("glm5",), "indexer_types", (["full"], ["shared"] + ["full"] * 4, ["full", "dense"] + ["full"] * 3, "full")),
-    *((("glm5-next",), f"index_{key}", NOT_AN_INTEGER) for key in ("topk", "n_heads", "head_dim", "kpool")),
+    (
+        ("glm5",),
+        "indexer_types",
+        (["shared", "full", "full", "full", "full"], ["full", "dense", "full", "full", "full"]),
+    ),
     (("glm5-next",), "index_topk", (9,)),
     (("glm5-next",), "index_kpool_always_select_tail", (False,)),
-    (("glm5-next",), "indexer_types", (["full", "full", "full", "shared"], "full")),
-    (("glm5-next",), "layer_types", (["linear_attention"], "full")),
-    (("glm5-next",), "mlp_layer_types", (["dense"], "sparse")),
-    (("glm5-next",), "hc_mult", (*NOT_AN_INTEGER, 9)),
+    (("glm5-next",), "indexer_types", (["full", "full", "full", "shared"],)),
     (("glm5-next",), "qk_rope_head_dim", (8,)),
     (("glm5-next",), "num_key_value_heads", (2,)),
-    (("glm5-next",), "linear_lower_bound", (0, 1.0, "low")),
-    *((("glm5-next",), f"linear_{key}", NOT_AN_INTEGER) for key in ("num_heads", "head_dim", "conv_kernel_dim")),
-    (("glm5-next",), "swiglu_limit", NOT_A_NUMBER),
-    *(
-        (("inkling",), key, NOT_AN_INTEGER)
-        for key in ("d_rel", "rel_extent", "sliding_window_size", "n_shared_experts")
-    ),
-    *((("inkling",), f"swa_{key}", NOT_AN_INTEGER) for key in ("num_attention_heads", "head_dim")),
-    (("inkling",), "swa_num_key_value_heads", (*NOT_AN_INTEGER, 4)),
+    (("glm5-next",), "linear_lower_bound", (1.0,)),
+    (("inkling",), "swa_num_key_value_heads", (4,)),
     (("inkling",), "d_rel", (7,)),
-    (("inkling",), "conv_kernel_size", (*NOT_AN_INTEGER, 1, 9)),
-    (("inkling",), "layer_types", (["hybrid"], "hybrid")),
-    (("inkling",), "mlp_layer_types", (["dense"], "sparse")),
+    (("inkling",), "conv_kernel_size", (1, 17)),
     (("inkling",), "shared_expert_sink", (False,)),
-    *((("inkling",), key, NOT_A_NUMBER) for key in ("route_scale", "log_scaling_alpha", "logits_mup_width_multiplier")),
     (("inkling",), "unpadded_vocab_size", (0, "all")),
+    (("muse-spark",), "layer_rope_theta", ([200.0, 0], [200.0, 0, 300.0])),
+    (("qwen4-exp",), "hc_count", (1, 9)),
+    (("qwen4-exp",), "output_gate_type", ("gelu",)),
+    (("qwen4-exp",), "indexer_kv_heads", (2,)),
+    (("qwen4-exp",), "indexer_budget", (9,)),
+    (("qwen4-exp",), "indexer_head_dim", (3,)),
+    (("qwen4-exp",), "ple_layer_ids", ([0], [5])),
+    (("qwen4-exp",), "ple_embed_dim", (22, "wide")),
+    (("qwen4-exp",), "ple_conv_kernel_size", (1, 7)),
+    (("qwen4-exp",), "ngram_size", (1, 9)),
+    (("qwen4-exp",), "eos_token_id", (None, [], "end")),
 ]
 
 # Values of rope_scaling.
@@ -378,14 +300,14 @@ def without_absent(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not ABSENT}
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", EVERY_SHAPE)
 def test_unchanged_configs_are_read(name: str, tmp_path: Path) -> None:
     facts = read_facts(folder_with(tmp_path, name, {}))
     config = SHAPES[name].config().get_text_config()
     assert (facts.vocab_size, facts.max_position_embeddings) == (config.vocab_size, config.max_position_embeddings)
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", EVERY_SHAPE)
 def test_wrong_configs_are_refused_by_key_and_value(name: str, tmp_path: Path) -> None:
     cases = [
         ({key: value}, f"{key} is missing" if value is ABSENT else f"{key}={value!r:.50}")
@@ -399,6 +321,27 @@ def test_wrong_configs_are_refused_by_key_and_value(name: str, tmp_path: Path) -
             read_facts(folder_with(tmp_path, name, changes))
         assert "config.json" in str(error.value)
         assert says in str(error.value), changes
+
+
+@pytest.mark.parametrize("tries_all", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", EVERY_SHAPE)
+def test_values_of_other_kinds_are_refused_unless_the_key_is_ignored(
+    name: str, tries_all: bool, tmp_path: Path
+) -> None:
+    """A key is ignored if the description stays the same."""
+    values, unchanged = config_of(name), describe(folder_with(tmp_path, name, {}))
+    text = values.get("text_config", values)
+    for key in text.keys() - COMMON - SEVERAL_KINDS:
+        wrong = values_of_other_kinds(key, text[key], len(unchanged.model.layers))
+        chance = random.Random(f"{name} {key}")
+        for value in wrong if tries_all else chance.sample(wrong, min(len(wrong), 1)):
+            try:
+                assert describe(folder_with(tmp_path, name, {key: value})) == unchanged, (key, value)
+            except CheckpointError as error:
+                said = str(error)
+                assert "config.json" in said
+                assert key in said or RENAMED[key] in said, said
+                assert isinstance(value, list) or str(value) in said, said
 
 
 def test_the_engine_refuses_before_it_looks_for_weights(tmp_path: Path) -> None:

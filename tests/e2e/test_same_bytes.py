@@ -26,6 +26,9 @@ FAMILIES = (
     "jetmoe", "zaya",
     "glm5-next",
     "inkling",
+    "inkling2",
+    "qwen4-exp",
+    "muse-spark",
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
 Results = list[tuple[Any, ...]]  # tokens and log-probabilities of each request
@@ -54,6 +57,7 @@ def generate(reference: Reference, prompts: list[list[int]], *, alone: bool = Fa
     return [(r.outputs[0].token_ids, r.outputs[0].logprobs, r.prompt_logprobs) for r in results]
 
 
+@pytest.mark.slow_but("mixtral-bfloat16", "deepseek-v4-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batches_orders_chunks_and_threads(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
@@ -77,6 +81,7 @@ def test_quantised_weights(quantization: str, reference_named: Callable[[str], R
     assert generate(reference, prompts, quantization=quantization, **options) == expected
 
 
+@pytest.mark.slow_but("mixtral-wide-4-bfloat16", "gpt-oss")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "tp", "dtype", "quantization"),
@@ -101,6 +106,9 @@ def test_sliced_experts(
         assert generate(reference, prompts, expert_parallel=is_whole, **layout, **numbers) == expected
 
 
+@pytest.mark.slow_but(
+    "gpt-oss-3-all_to_all-0-bfloat16", "deepseek-v3-2-allgather-None-float32", "mixtral-3-shared_memory"
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "data_parallel_size", "dispatcher", "max_small_tokens", "dtype"),

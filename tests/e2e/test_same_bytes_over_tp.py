@@ -69,7 +69,7 @@ def make_case(folder: Path, family: str, seed: int, num_prompts: int) -> Case:
         overlap_decode_tokens=dice.choice([None, 1, 3]),
         overlap_prefill_tokens=dice.choice([None, 1, 12]),
     )
-    if describe(str(reference.folder)).model.needs.keeps_state:  # which steps in halves are refused with
+    if describe(str(reference.folder)).model.needs.keeps_state:  # which overlapped steps are refused with
         layout |= dict(overlap_decode_tokens=None, overlap_prefill_tokens=None)
     return Case(reference, prompts, options, layout, dice.choice([None, MIDDLE, 0]))
 
@@ -98,6 +98,7 @@ def run(case: Case, folder: Path, *, environment: dict[str, str] | None = None) 
         return expected, generate(case.reference, case.prompts, **case.options, **case.layout)
 
 
+@pytest.mark.slow_but("mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_shapes(family: str, tmp_path: Path) -> None:
     case = make_case(tmp_path / "model", family, seed=0, num_prompts=6)

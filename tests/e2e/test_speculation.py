@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from reference_models import SHAPES, Reference, Shape, heads, make_reference
 from structured_cases import PROMPTS, STRUCTURED, VOCABULARY, result, small_llm, write_model
-from test_draft_layers import MTP, with_right_layer
+from test_draft_layers import MTP, with_right_modules
 from test_steps_in_flight import NGRAM, scheduler_of
 
 from moeserve import LLM, SamplingParams, SettingsError
 
 LENGTH = 180
 # Cache for one request, so that some are preempted, and chunks that are shorter than most prompts.
-TIGHT = {"kv_cache_memory": LENGTH * 512, "max_num_batched_tokens": 19, "block_size": 4}
+TIGHT = {"kv_cache_memory": LENGTH * 600, "max_num_batched_tokens": 19, "block_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +27,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder_with_layer(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with the same tokenizer, and an MTP layer whose drafts are often right."""
+def folders(folder: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Models with the same tokenizer: one without MTP modules, and some with 1 and 2 whose drafts are often right."""
     shape = SHAPES["deepseek-v3"].settings | heads(4, 4)
     shape |= dict(num_hidden_layers=2, first_k_dense_replace=1, vocab_size=VOCABULARY)
-    own = tmp_path_factory.mktemp("mtp")
-    with_right_layer(make_reference(tmp_path_factory.mktemp("plain"), Shape("DeepseekV3", shape)), own, others=0.3)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(folder) / name, own)
-    return str(own)
+    reference = make_reference(tmp_path_factory.mktemp("plain"), Shape("DeepseekV3", shape))
+    found = [folder]
+    for num_modules in (1, 2):
+        own = tmp_path_factory.mktemp("mtp")
+        with_right_modules(reference, own, num_modules, others=0.3)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(folder) / name, own)
+        found.append(str(own))
+    return found
 
 
 def mixed_requests(num_requests: int) -> tuple[list[str], list[SamplingParams]]:
@@ -72,13 +76,13 @@ def results_of(llm: LLM, requests: tuple[list[str], list[SamplingParams]]) -> li
     return [([result(each) for each in output.outputs], output.prompt_logprobs) for output in outputs]
 
 
-@pytest.mark.parametrize("config", [NGRAM, MTP], ids=["ngram", "mtp"])
+@pytest.mark.slow_but("40-ngram", "40-mtp-2")
+@pytest.mark.parametrize(("config", "num_modules"), [(NGRAM, 0), (MTP, 1), (MTP, 2)], ids=["ngram", "mtp", "mtp-2"])
 @pytest.mark.parametrize("num_requests", [40, pytest.param(500, marks=pytest.mark.soak)])
 def test_mixed_requests_have_the_same_bytes(
-    num_requests: int, config: dict[str, Any], folder: str, folder_with_layer: str
+    num_requests: int, config: dict[str, Any], num_modules: int, folders: list[str]
 ) -> None:
-    requests = mixed_requests(num_requests)
-    folder = folder_with_layer if config is MTP else folder
+    requests, folder = mixed_requests(num_requests), folders[num_modules]
     with small_llm(folder, max_model_len=LENGTH, enable_prefix_caching=False) as llm:
         expected = results_of(llm, requests)
     with small_llm(folder, max_model_len=LENGTH, speculative_config=config, **TIGHT) as llm:
@@ -94,6 +98,7 @@ def test_mixed_requests_have_the_same_bytes(
         assert sum(accepted) == scheduler.speculation.num_accepted_tokens < scheduler.speculation.num_draft_tokens
 
 
+@pytest.mark.slow_but("deepseek-v3", "qwen3-next")
 @pytest.mark.parametrize(
     "name",
     [
@@ -101,6 +106,8 @@ def test_mixed_requests_have_the_same_bytes(
         *("deepseek-v3", "deepseek-v4", "gpt-oss"),
         "glm5-next",
         "inkling",
+        "inkling2",
+        "qwen4-exp",
     ],
 )
 def test_other_layers_verify_drafts(name: str, reference_named: Callable[[str], Reference]) -> None:

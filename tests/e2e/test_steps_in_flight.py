@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from rank_processes import free_blocks
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
-from moeserve.engine.core import EngineCore
+from moeserve.engine.engine import Engine
+from moeserve.engine.local_replica import LocalReplica
 from moeserve.scheduling.scheduler import Scheduler
 
 NUM_TOKENS = 20
@@ -60,8 +62,10 @@ def results_of(
 
 
 def scheduler_of(llm: LLM) -> Scheduler:
-    assert isinstance(llm.core, EngineCore)
-    return llm.core._replica._scheduler
+    assert isinstance(llm.core, Engine)
+    (replica,) = llm.core.replicas
+    assert isinstance(replica, LocalReplica)
+    return replica.replica._scheduler
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,7 @@ def alone(plain: Reference) -> dict[int, tuple[Any, ...]]:
         return {index: results_of(llm, {index: prompt})[index] for index, prompt in PROMPTS.items()}
 
 
+@pytest.mark.slow_but("two steps with drafts", "three steps")
 @pytest.mark.parametrize("way", WAYS)
 def test_results_are_those_of_each_prompt_alone(way: str, plain: Reference, alone: dict[int, tuple[Any, ...]]) -> None:
     settings = {"num_threads": 1, "max_model_len": 96, "max_num_batched_tokens": 11, "block_size": 4}
@@ -85,7 +90,7 @@ def test_results_are_those_of_each_prompt_alone(way: str, plain: Reference, alon
                 assert (tokens, logprobs, reason) == expected, (index, seed)
             if seed:
                 assert any(reason == "abort" for _, _, reason in results.values())
+            assert free_blocks(llm, scheduler.config.num_blocks) == [scheduler.config.num_blocks]
             scheduler.check_invariants()
-            assert scheduler.num_free_blocks == scheduler.config.num_blocks
         assert scheduler.num_preemptions
         assert bool(scheduler.speculation.num_accepted_tokens) == ("drafts" in way)

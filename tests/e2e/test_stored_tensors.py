@@ -280,6 +280,8 @@ OWN_FORMS = [
     "hy-v3",
     "hy-v4",
     "inkling",
+    "inkling2",
+    "inkling2-odd",
     "jamba",
     "jetmoe",
     "kimi-k25",
@@ -296,6 +298,7 @@ OWN_FORMS = [
     "mistral-large4",
     "mistral-large4-shared",
     "mistral4-images",
+    "muse-spark",
     "nemotron-h",
     "nemotron-h-latent",
     "olmoe",
@@ -304,11 +307,13 @@ OWN_FORMS = [
     "qwen3-moe",
     "qwen3-next",
     "qwen3.5-moe",
+    "qwen4-exp",
     "step3p7",
     "zaya",
 ]
 
 
+@pytest.mark.slow_but("mixtral", "deepseek-v3", "qwen3", "gpt-oss")
 @pytest.mark.parametrize("name", OWN_FORMS)
 def test_the_form_of_transformers_is_read(
     name: str, reference_named: Callable[[str], Reference], tmp_path: Path

@@ -47,6 +47,7 @@ def test_outputs_belong_to_their_language_and_batches_change_nothing(llm: LLM, a
     assert len({output.text for output in outputs}) > len(STRUCTURED) + 3
 
 
+@pytest.mark.slow_but("two steps with drafts", "three steps")
 @pytest.mark.parametrize("way", WAYS)
 def test_results_do_not_depend_on_steps_in_flight_and_preemptions(
     way: str, folder: str, alone: list[tuple[Any, ...]]

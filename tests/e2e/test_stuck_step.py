@@ -11,7 +11,8 @@ import pytest
 from reference_models import Reference
 
 from moeserve import LLM, AsyncLLM, EngineError, SamplingParams
-from moeserve.engine.core import EngineCore
+from moeserve.engine.engine import Engine
+from moeserve.processes.supervision import ProcessPoll
 from moeserve.worker.worker import Worker
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
@@ -62,21 +63,23 @@ def test_the_engine_of_tasks_can_be_shut_down_after_a_step_that_hangs(
 
 
 def test_a_wake_up_does_not_end_other_waits(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = LLM(plain.folder, num_threads=1, max_model_len=96).core
-    assert isinstance(core, EngineCore)
-    register, execute = core.executor.register, Worker.start
+    llm = LLM(plain.folder, num_threads=1, max_model_len=96)
+    core = llm.core
+    assert isinstance(core, Engine)
+    execute, ready = Worker.start, ProcessPoll.ready
     waits = threading.Semaphore(0)
 
-    def checked(poll: select.poll) -> None:
-        assert not select.select([core._wake_up.fd], [], [], 0)[0], "the wait would end at once"
-        waits.release()
-        register(poll)
+    def checked(poll: ProcessPoll[Any], timeout_s: float | None = 0.0) -> list[Any]:
+        if timeout_s != 0.0:
+            assert not select.select([core._wake_up.fd], [], [], 0)[0], "the wait would end at once"
+            waits.release()
+        return ready(poll, timeout_s)
 
     def execute_once_awaited(worker: Worker, work: Any) -> Any:
         assert waits.acquire(timeout=60.0)
         return execute(worker, work)
 
-    monkeypatch.setattr(core.executor, "register", checked)
+    monkeypatch.setattr(ProcessPoll, "ready", checked)
     monkeypatch.setattr(Worker, "start", execute_once_awaited)
     core.wake()
     core.collect_load()

@@ -127,7 +127,7 @@ def test_auto_dtype_is_the_checkpoints(plain: Reference, tmp_path: Path) -> None
     (tmp_path / "model.safetensors").symlink_to(plain.folder / "model.safetensors")
     with LLM(tmp_path) as llm:
         assert llm.config.weights.dtype == "bfloat16"
-        dtypes = {weight.dtype for weight in llm.core.executor.worker.runner.model.parameters()}
+        dtypes = {weight.dtype for weight in llm.core.replicas[0].executor.worker.runner.model.parameters()}
         assert dtypes == {torch.bfloat16, torch.float32}  # routers stay in float32
 
 

@@ -25,8 +25,9 @@ def prompts_and_tokens(reference: Reference) -> tuple[list[list[int]], list[list
     """Return two prompts, one the beginning of the other, and their greedy tokens."""
     (whole,) = reference.clear_prompts([max(LENGTHS)], NUM_TOKENS)
     prompts = [whole[:length] for length in LENGTHS]
+    tokens = reference.continuations(prompts, NUM_TOKENS)
     assert all(reference.is_clear(prompt, NUM_TOKENS) for prompt in prompts)
-    return prompts, [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    return prompts, tokens
 
 
 def smallest_memory(reference: Reference) -> int:

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.layer import MoELayer, MoESpec
 from moeserve.layers.moe.placement.placement import Placement
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops.backend import TRITON
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.step_inputs import StepInputs
 
@@ -54,10 +54,8 @@ class TwinGroup:
 
 def make_layer() -> MoELayer:
     backend = dataclasses.replace(TRITON, side_stream=CudaSideStream())
-    context = ModelContext(backend, groups_of_one_rank(), torch.float32, torch.device("cpu"))
-    config = MoEConfig(
-        router=RouterConfig(num_experts=4, top_k=2), expert_width=16, shared=SharedExpertsConfig(width=16)
-    )
+    context = BuildContext(backend, groups_of_one_rank(), torch.float32, torch.device("cpu"))
+    config = MoESpec(router=RouterSpec(num_experts=4, top_k=2), expert_width=16, shared=SharedExpertsSpec(width=16))
     dispatchers = TorchDispatchers("all_to_all", cast(Any, TwinGroup()), context)
     layer = MoELayer(config, WIDTH, Placement(((0, 1), (2, 3)), 4), dispatchers, context)
     allocate_weights(layer)

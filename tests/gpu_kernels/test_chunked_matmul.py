@@ -11,6 +11,7 @@ from moeserve.triton_kernels.chunked_matmul import chunked_matmul
 DTYPES = (torch.float32, torch.float16)  # the interpreter's products are wrong in bfloat16
 
 
+@pytest.mark.slow_but("dtype1", "3-dtype0")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_chunks", range(1, 9))
 def test_sums_of_chunks_are_added_in_a_tree(num_chunks: int, dtype: torch.dtype) -> None:

@@ -109,6 +109,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=scale * 2**-7)
 
 
+@pytest.mark.slow_but("True")
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_products_equal_those_of_our_kernels(is_gated: bool, stand_in: StandIn) -> None:
     """Weights without rows, spare rows, gathered rows, and slots."""

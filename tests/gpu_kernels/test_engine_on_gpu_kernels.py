@@ -10,17 +10,17 @@ import attention_stand_ins
 import mxfp4_checkpoints
 import pytest
 import torch
+from build_contexts import cpu_context
 from float8_checkpoints import write
 from gpu_stand_ins import captured
-from model_context import cpu_context
 from model_parts import networks_of
 from reference_models import Reference, make_reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.kv.layer_cache import Places
+from moeserve.layers.chunked_sums import InputShare
 from moeserve.layers.grouped_query.attention import Attention
-from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear_attention.attention import LinearAttention
 from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.moe.experts import Experts
@@ -42,7 +42,7 @@ from moeserve.worker import loading
 from moeserve.worker.cuda_graphs import CudaGraphs
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import run_all_sizes
-from moeserve.worker.step_replay import StepOutputs
+from moeserve.worker.step_runner import StepOutputs
 
 # Families, and if their decode steps are replayed from graphs. The others run in `make soak` only.
 FAMILIES = [
@@ -65,7 +65,7 @@ def started(reference: Reference, **settings: Any) -> LLM:
 
 
 def model_of(llm: LLM) -> Any:
-    return llm.core.executor.worker.runner.model  # type: ignore[attr-defined]
+    return llm.core.replicas[0].executor.worker.runner.model  # type: ignore[attr-defined]
 
 
 def assert_greedy_tokens(llm: LLM, reference: Reference) -> None:
@@ -100,9 +100,9 @@ class Replayed:
         """Capture the steps of an engine."""
         self.sizes: list[int] = []
         self.num_replays = 0
-        runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+        runner = llm.core.replicas[0].executor.worker.runner  # type: ignore[attr-defined]
         with torch.inference_mode():
-            runner.replay = CudaGraphs(runner.model, runner.replay.caches, runner.context, (2, 4), self)
+            runner.step_runner = CudaGraphs(runner.model, runner.step_runner.caches, runner.context, (2, 4), self)
 
     def __call__(self, run: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOutputs]:
         replay, outputs = captured(run)
@@ -273,7 +273,7 @@ def test_steps_of_all_sizes_run_before_serving(
 ) -> None:
     """No kernel must be compiled while requests wait."""
     with started(reference_named("mixtral")) as llm:
-        runner: ModelRunner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+        runner: ModelRunner = llm.core.replicas[0].executor.worker.runner  # type: ignore[attr-defined]
         sizes: set[int] = set()
 
         def sum_up(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -283,7 +283,7 @@ def test_steps_of_all_sizes_run_before_serving(
         original = triton_pairs.weighted_sum
         monkeypatch.setattr(triton_pairs, "weighted_sum", sum_up)
         with torch.inference_mode():
-            for cache in cast(Any, runner.replay).caches:
+            for cache in cast(Any, runner.step_runner).caches:
                 cache.clear()
             run_all_sizes(runner, llm.core.config)
     assert sizes == {1, 2, 4, 8, 16, 24}

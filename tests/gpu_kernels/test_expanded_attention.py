@@ -112,6 +112,7 @@ def test_rows_before_position_0_are_not_written() -> None:
     assert actual[7:12].all()
 
 
+@pytest.mark.slow_but("128-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("piece_size", [1, 128])
 def test_neither_pieces_nor_other_chunks_change_a_byte(

@@ -190,6 +190,7 @@ def test_more_chunks_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPa
         check(make_case([(1, 3), (0, 9)] * 7 + [(2, 9), (1, 5), (3, 3)], shape))
 
 
+@pytest.mark.slow_but("paged-dtype0")
 @pytest.mark.parametrize("splits_contexts", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [PAGED, WINDOW, Shape(7, 1, 80)], ids=["paged", "window", "odd size"])
@@ -278,6 +279,7 @@ def test_rows_before_position_0_are_zeros(lengths: list[tuple[int, int]], shape:
         assert not torch.cat([actual[:last], actual[last + 1 :]]).any()
 
 
+@pytest.mark.slow_but("single-window", "mixed-latent")
 @pytest.mark.parametrize("splits_contexts", [True, False])
 @pytest.mark.parametrize("shape", [PAGED, WINDOW, LATENT], ids=["paged", "window", "latent"])
 @pytest.mark.parametrize(
@@ -300,6 +302,7 @@ def test_what_the_host_knows_of_rows_changes_no_byte(
     assert same_bytes(attend(case, splits_contexts=splits_contexts, **facts), expected)
 
 
+@pytest.mark.slow_but("window", "latent")
 @pytest.mark.parametrize("shape", [Shape(3, 1, 24), WINDOW, LATENT], ids=["paged", "window", "latent"])
 def test_result_of_a_chunk_does_not_depend_on_other_chunks(shape: Shape) -> None:
     case = make_case([(1, 1), (3, 60), (1, 300), (8, 30), (0, 7), (1, 129)], shape, dtype=torch.float16)

@@ -27,7 +27,6 @@ from moeserve.bench.gpu.check import FLOAT32_SLACK, WRONG, NamedCases, compare, 
 from moeserve.bench.gpu.inputs import Source
 from moeserve.bench.gpu.launches import launches_of, untouched_source
 from moeserve.bench.gpu.limits import GpuLimits
-from moeserve.bench.gpu.probe import LOST_TIME
 from moeserve.bench.limits import Work
 from moeserve.ops.attention.flashinfer import open_flashinfer
 from moeserve.ops.backend import REFERENCE, TRITON, Backend
@@ -101,6 +100,7 @@ def broken(operation: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.slow_but("norms", "pairs")
 @pytest.mark.parametrize(
     ("check", "name"), [(check, name) for check in OPERATIONS for name in OPERATIONS[check].split()]
 )
@@ -239,7 +239,7 @@ def test_installed_libraries_are_checked_and_timed(monkeypatch: pytest.MonkeyPat
 def test_everything_that_is_timed_runs_with_its_work() -> None:
     """The bytes and operations of some cases follow by hand."""
     drawn = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.bfloat16)
-    cases = kernels.timed_cases(drawn, kernels.TIMED + LOST_TIME, is_small=True)
+    cases = kernels.timed_cases(drawn, is_small=True)
     rows = {name: next(kernels.measure(name, make(), TRITON, timed, LIMITS)) for name, make in cases}
     assert all(row["bytes"] > 0 for row in rows.values())
     experts = rows["experts, bf16, small, 1"]  # a token has 2 of 3 experts of 48 x 24

@@ -25,6 +25,9 @@ CASES = [("linear_attention", name) for name in SHAPES if name.endswith("odd") o
 CASES += [("convolution", name) for name, sizes in CONVOLUTIONS.items() if not sizes.get("is_linear")]
 
 
+@pytest.mark.slow_but(
+    "float32-linear_attention-channels]", "bfloat16-linear_attention-delta", "float32-convolution-odd"
+)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_results_and_states_equal_the_reference(kind: str, name: str, dtype: torch.dtype) -> None:

@@ -99,6 +99,7 @@ def test_rotation_with_cache_write(seed: int) -> None:
     assert torch.equal(fused[:, num_heads * head_size :], before[:, num_heads * head_size :])
 
 
+@pytest.mark.slow_but("dtype0-True-24", "dtype1-False-20")
 @pytest.mark.usefixtures("torch_conversions")
 @pytest.mark.parametrize(("head_size", "num_pairs"), [(20, 10), (24, 8), (64, 32)])
 @pytest.mark.parametrize("is_interleaved", [False, True])

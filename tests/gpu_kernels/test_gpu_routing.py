@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from moeserve.bench.gpu.cases import ROUTERS
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.routing.triton import TritonRouter
 from moeserve.triton_kernels.routing import route
 
@@ -24,8 +24,8 @@ from routing_checks import SCORINGS, random_config
 KNOWN = [
     ROUTERS["DeepSeek-V3"],
     ROUTERS["DeepSeek-V2"],
-    RouterConfig(num_experts=512, top_k=16, scoring="sigmoid"),
-    RouterConfig(num_experts=12, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, has_correction=True),
+    RouterSpec(num_experts=512, top_k=16, scoring="sigmoid"),
+    RouterSpec(num_experts=12, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, has_correction=True),
 ]
 
 
@@ -37,21 +37,22 @@ def test_experts_and_weights_equal_the_reference(seed: int) -> None:
     routing_checks.check_choice_and_weights(TritonRouter, config, draw.choice([0, 1, 2, 5, 70]), 50, torch.float32)
 
 
+@pytest.mark.slow_but("bias", "few experts")
 @pytest.mark.parametrize(
     ("config", "num_tokens", "width", "dtype"),
     [
         (ROUTERS["DeepSeek-V3"], 2, 1100, torch.float16),
         (
-            RouterConfig(num_experts=60, top_k=4, num_groups=3, num_chosen_groups=2, has_bias=True),
+            RouterSpec(num_experts=60, top_k=4, num_groups=3, num_chosen_groups=2, has_bias=True),
             3,
             1100,
             torch.float32,
         ),
-        (RouterConfig(num_experts=8, top_k=2, is_normalized=True), 5, 3000, torch.float16),
+        (RouterSpec(num_experts=8, top_k=2, is_normalized=True), 5, 3000, torch.float16),
     ],
     ids=["DeepSeek-V3", "bias", "few experts"],
 )
-def test_logits_from_parts_of_the_inputs(config: RouterConfig, num_tokens: int, width: int, dtype: torch.dtype) -> None:
+def test_logits_from_parts_of_the_inputs(config: RouterSpec, num_tokens: int, width: int, dtype: torch.dtype) -> None:
     """With small integers, whose sums are exact, all bytes are those of logits from torch. Ties are many."""
     generator = torch.Generator().manual_seed(0)
 
@@ -74,9 +75,12 @@ def test_logits_from_parts_of_the_inputs(config: RouterConfig, num_tokens: int, 
 def test_ties_and_extremes(scoring: Any) -> None:
     routing_checks.check_ties(TritonRouter, scoring)
     routing_checks.check_large_logits_have_finite_weights(TritonRouter, scoring)
-    routing_checks.check_experts_of_other_groups_stay_behind_any_correction(TritonRouter)
     for bad in (math.nan, -math.nan):
         routing_checks.check_nan_reaches_the_weights_of_its_token_only(TritonRouter, scoring, bad)
+
+
+def test_experts_of_other_groups_stay_behind_any_correction() -> None:
+    routing_checks.check_experts_of_other_groups_stay_behind_any_correction(TritonRouter)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

@@ -42,7 +42,7 @@ def are_replayed(backend: Backend) -> list[bool]:
     """Capture a decode step with shared experts in the side stream. Are replays of other steps as without a graph?"""
     source = Source(torch.device("cpu"), torch.Generator().manual_seed(1), torch.float32)
     model, are_equal = make_model(CONFIG, backend, source), []
-    caches = model.make_caches(Places.equal(CacheRules(), 8, BLOCK_SIZE))
+    caches = model.make_caches(Places.equal(CacheRules(), 8))
     replay = capture_step(model, caches, backend, source, 2, max_blocks=4)
     for contexts in ((20, 40), (37, 5)):
         for tensor in (tensor for cache in caches for tensor in cache.tensors):

@@ -56,6 +56,7 @@ def assert_same(codes: Tensor, scales: Tensor, of: Tensor) -> None:
     assert torch.equal(scales, expected_scales)
 
 
+@pytest.mark.slow_but("straight", "quantised from memory")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_quantised_results_have_the_bytes_of_two_operations(config: Config) -> None:
     """Gathered rows and slots, with scales in any order; nothing is written for rows that do not count."""

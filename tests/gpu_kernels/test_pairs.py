@@ -29,6 +29,7 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(pairs, "SEARCHED_ROWS", ())
 
 
+@pytest.mark.slow_but("-0", "-4")
 @pytest.mark.usefixtures("_launches")
 @pytest.mark.parametrize("seed", range(5))
 def test_order(seed: int) -> None:

@@ -36,6 +36,7 @@ class Shape:
     head_size: int
     window: int | None = None
     with_sinks: bool = False
+    with_token_sinks: bool = False
     latent_size: int | None = None
     scale: float | None = None
     whole_group_size: int | None = None  # None: N / G
@@ -58,7 +59,7 @@ class Case:
     value_cache: Tensor  # the key cache itself for latent attention
     keys_CGH: list[Tensor]  # per chunk, the same keys and values without blocks
     values_CGL: list[Tensor]
-    sinks_N: Tensor | None
+    sinks_N: Tensor | None  # or [T, N]
     biases_TNE: Tensor | None = None
 
     @property
@@ -107,6 +108,8 @@ def make_case(
     wide_TNH = draw(len(step.token_ids), shape.num_heads, head_size + 7)
     # Large enough for a share of the weights of short and of long contexts.
     sinks_N = torch.randn(shape.num_heads, generator=generator) * 3 + 4 if shape.with_sinks else None
+    if shape.with_token_sinks:
+        sinks_N = torch.randn(len(step.token_ids), shape.num_heads, generator=generator) * 3 + 4
     value_cache = value_cache if shape.latent_size is None else key_cache
     biases_TNE = None
     if shape.num_distances is not None:
@@ -163,7 +166,8 @@ def expected_attention(case: Case) -> tuple[Tensor, Tensor]:
                 biases_NC[:, last + 1 - first - nearest_NE.shape[1] :] = nearest_NE.flip(1)
                 scores_GnC += biases_NC.view_as(scores_GnC)
             if case.sinks_N is not None:
-                sinks_Gn1 = case.sinks_N.double().view(*scores_GnC.shape[:2], 1)
+                sinks_N = case.sinks_N if case.sinks_N.dim() == 1 else case.sinks_N[span.first_row + i]
+                sinks_Gn1 = sinks_N.double().view(*scores_GnC.shape[:2], 1)
                 scores_GnC = torch.cat([scores_GnC, sinks_Gn1], dim=-1)
             weights_GnC = scores_GnC.softmax(-1)[..., : last + 1 - first]
             visible_CGL = values[first : last + 1]
@@ -233,7 +237,7 @@ def heads_of_rank(case: Case, rank: int, num_ranks: int) -> Case:
         query_TNH=case.query_TNH[:, heads],
         key_cache=key_cache,
         value_cache=key_cache if shape.latent_size is not None else case.value_cache[:, kv_heads].contiguous(),
-        sinks_N=None if case.sinks_N is None else case.sinks_N[heads],
+        sinks_N=None if case.sinks_N is None else case.sinks_N[..., heads].contiguous(),
         biases_TNE=None if case.biases_TNE is None else case.biases_TNE[:, heads].contiguous(),
     )
 
@@ -241,8 +245,7 @@ def heads_of_rank(case: Case, rank: int, num_ranks: int) -> Case:
 def with_step(case: Case, lengths: list[tuple[int, int]], rows: list[int] | slice) -> Case:
     """Return a step of other chunks of the same requests, with these rows of the queries, over the same caches."""
     step = make_step(lengths, case.step.block_table.tolist(), case.key_cache.shape[2])
-    biases_TNE = None if case.biases_TNE is None else case.biases_TNE[rows]
-    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows], biases_TNE=biases_TNE)
+    return _with_rows(case, step, rows)
 
 
 def only_chunk(case: Case, chunk: int) -> Case:
@@ -251,6 +254,10 @@ def only_chunk(case: Case, chunk: int) -> Case:
     step = make_step(
         [(span.num_rows, span.context_len)], [case.step.block_table[chunk].tolist()], case.key_cache.shape[2]
     )
-    rows = slice(span.first_row, span.first_row + span.num_rows)
+    return _with_rows(case, step, slice(span.first_row, span.first_row + span.num_rows))
+
+
+def _with_rows(case: Case, step: StepInputs, rows: list[int] | slice) -> Case:
     biases_TNE = None if case.biases_TNE is None else case.biases_TNE[rows]
-    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows], biases_TNE=biases_TNE)
+    sinks_N = case.sinks_N[rows] if case.shape.with_token_sinks and case.sinks_N is not None else case.sinks_N
+    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows], sinks_N=sinks_N, biases_TNE=biases_TNE)

@@ -10,20 +10,20 @@ import torch
 from paged_steps import same_bytes
 from torch import Tensor
 
-from moeserve.ops.routing.interface import RouterConfig, RouteTokens
+from moeserve.ops.routing.interface import RouterSpec, RouteTokens
 from moeserve.ops.routing.reference import TorchRouter
 
 # T tokens, D model width, E experts, K experts per token, G groups
 
-MakeRouter = Callable[[RouterConfig], RouteTokens]
+MakeRouter = Callable[[RouterSpec], RouteTokens]
 SCORINGS: tuple[Any, ...] = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 
 
-def random_config(draw: random.Random) -> RouterConfig:
+def random_config(draw: random.Random) -> RouterSpec:
     num_groups = draw.choice([1, 1, 2, 3, 8])
     num_experts = num_groups * draw.choice([2, 3, 5, 8, 16, 20])
     num_chosen_groups = draw.randint(1, num_groups)
-    return RouterConfig(
+    return RouterSpec(
         num_experts=num_experts,
         top_k=draw.randint(1, min(16, num_experts // num_groups * num_chosen_groups)),
         scoring=draw.choice(SCORINGS),
@@ -37,7 +37,7 @@ def random_config(draw: random.Random) -> RouterConfig:
     )
 
 
-def random_tensors(config: RouterConfig, num_tokens: int, width: int, dtype: torch.dtype) -> list[Any]:
+def random_tensors(config: RouterSpec, num_tokens: int, width: int, dtype: torch.dtype) -> list[Any]:
     """Return hidden states, weight, bias and correction."""
     num_experts = config.num_experts
     return [
@@ -48,7 +48,7 @@ def random_tensors(config: RouterConfig, num_tokens: int, width: int, dtype: tor
     ]
 
 
-def gaps(config: RouterConfig, tensors: list[Any]) -> Tensor:
+def gaps(config: RouterSpec, tensors: list[Any]) -> Tensor:
     """Return the least difference between any two numbers that are compared for a token: scores, and group scores."""
     hidden_TD, weight_ED, bias_E, correction_E = (None if t is None else t.double() for t in tensors)
     scores_TE = hidden_TD @ weight_ED.T + (0 if bias_E is None else bias_E)
@@ -64,7 +64,7 @@ def gaps(config: RouterConfig, tensors: list[Any]) -> Tensor:
 
 
 def check_choice_and_weights(
-    make_router: MakeRouter, config: RouterConfig, num_tokens: int, width: int, dtype: torch.dtype
+    make_router: MakeRouter, config: RouterSpec, num_tokens: int, width: int, dtype: torch.dtype
 ) -> None:
     tensors = random_tensors(config, 100 * num_tokens, width, dtype)
     is_clear_T = gaps(config, tensors) > 2e-6  # rounding cannot change the order
@@ -78,7 +78,7 @@ def check_choice_and_weights(
 
 
 def route(
-    make_router: MakeRouter, config: RouterConfig, logits: list[list[float]], correction_E: Tensor | None = None
+    make_router: MakeRouter, config: RouterSpec, logits: list[list[float]], correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Route tokens with exactly these finite logits."""
     return make_router(config)(torch.tensor(logits), torch.eye(len(logits[0])), None, correction_E)
@@ -92,32 +92,32 @@ def check_ties(make_router: MakeRouter, scoring: Any) -> None:
         ([*[-1.0] * 30, 3.0, *[-1.0] * 9, 3.0], [30, 40, 0]),
         ([3.0, 2.0, 2.0, 2.0], [0, 1]),
     ):
-        config = RouterConfig(num_experts=len(logits), top_k=len(chosen), scoring=scoring)
+        config = RouterSpec(num_experts=len(logits), top_k=len(chosen), scoring=scoring)
         assert route(make_router, config, [logits] * 3)[0].tolist() == [chosen] * 3
     ratings: tuple[Any, Any] = (1, 2)
     for experts_rating_group in ratings:
         groups: Any = dict(num_groups=10, num_chosen_groups=2, experts_rating_group=experts_rating_group)
-        config = RouterConfig(num_experts=20, top_k=3, scoring="softmax_of_chosen", **groups)
+        config = RouterSpec(num_experts=20, top_k=3, scoring="softmax_of_chosen", **groups)
         experts_TK, _ = route(make_router, config, [[1.0, 2.0] * 10, [0.0, 0.0] * 8 + [5.0, 5.0] * 2])
         assert experts_TK.tolist() == [[1, 3, 0], [16, 17, 18]]
 
 
 def check_experts_of_other_groups_stay_behind_any_correction(make_router: MakeRouter) -> None:
     """An expert of a chosen group precedes all others even with the lowest possible score."""
-    config = RouterConfig(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
+    config = RouterSpec(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
     correction_E = torch.tensor([-3e38, 10.0, 9.0, 9.0])
     assert route(make_router, config, [[0.0, 5.0, 1.0, 2.0]], correction_E)[0].tolist() == [[1, 0]]
 
 
 def check_large_logits_have_finite_weights(make_router: MakeRouter, scoring: Any) -> None:
-    config = RouterConfig(num_experts=4, top_k=4, scoring=scoring, is_normalized=True)
+    config = RouterSpec(num_experts=4, top_k=4, scoring=scoring, is_normalized=True)
     logits = [[3e38, -3e38, 1e4, -1e4], [-3e38, -1e30, -1e4, -1e4]]
     assert route(make_router, config, logits)[1].isfinite().all()
 
 
 def check_nan_reaches_the_weights_of_its_token_only(make_router: MakeRouter, scoring: Any, bad: float) -> None:
     torch.manual_seed(0)
-    config = RouterConfig(num_experts=40, top_k=4, scoring=scoring, num_groups=4, num_chosen_groups=2)
+    config = RouterSpec(num_experts=40, top_k=4, scoring=scoring, num_groups=4, num_chosen_groups=2)
     hidden_TD, weight_ED, _, _ = random_tensors(config, 6, 50, torch.float32)
     router = make_router(config)
     experts_TK, weights_TK = router(hidden_TD, weight_ED, None, None)

@@ -29,7 +29,6 @@ from attention_cases import (
 from paged_steps import (
     NATIVE,
     drawn_chunks,
-    kernels,
     needs_kernels,
     rounds_weights,
     same_bytes,
@@ -59,6 +58,7 @@ SHAPES = {
     "a group in several items": Shape(110, 1, 16),
     "biases of near positions": Shape(6, 2, 64, num_distances=170),
     "window and biases": Shape(10, 2, 24, window=70, num_distances=70),
+    "sinks of tokens and biases": Shape(6, 2, 20, with_token_sinks=True, num_distances=50),
     "latent, 16 heads": Shape(16, 1, 320, latent_size=256),
     "latent, 35 heads, odd sizes": Shape(35, 1, 39, latent_size=33),
     "latent, 128 heads": Shape(128, 1, 32, latent_size=24),
@@ -218,7 +218,11 @@ def test_nan_and_infinity_reach_only_rows_that_attend_to_them(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", ["groups of 3", "window and sinks", "biases of near positions", "latent, 35 heads, odd sizes"]
+    "shape",
+    [
+        *("groups of 3", "window and sinks", "biases of near positions", "latent, 35 heads, odd sizes"),
+        "sinks of tokens and biases",
+    ],
 )
 def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(backend: Backend, shape: str, dtype: torch.dtype) -> None:
     lengths = [(1, 1), (1, 63), (3, 500), (1, 1300), (20, 90), (1, 256), (8, 1030), (1, 257)]
@@ -352,13 +356,6 @@ def test_gather_returns_the_vectors_of_a_chunk_in_order(block_size: int) -> None
 
 
 @needs_kernels
-def test_kernels_run_on_the_threads_of_torch() -> None:
-    set_num_threads(3)
-    assert (torch.get_num_threads(), kernels.num_threads()) == (3, 3)
-    assert kernels.uses_openmp()
-
-
-@needs_kernels
 def test_calls_from_several_python_threads_at_once() -> None:
     case = make_case([(1, 1500), (1, 30)], SMALL["paged"])
     expected = attend(NATIVE, case)
@@ -378,8 +375,6 @@ case = make_case([(1, 3200), (1, 100)], Shape(4, 2, 64))
 set_num_threads(2)
 expected = attend(NATIVE, case)
 child = os.fork()
-if child == 0:
-    assert not kernels.uses_openmp()
 for _ in range(20):
     assert torch.equal(attend(NATIVE, case), expected)
 if child:
@@ -389,8 +384,8 @@ if child:
 
 
 @needs_kernels
-def test_the_child_of_a_fork_which_lacks_the_threads_computes_the_same() -> None:
-    """The OpenMP runtime would wait forever for its threads there."""
+def test_the_child_of_a_fork_computes_the_same() -> None:
+    """The child starts threads of its own."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     finished = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, env=environment

@@ -19,8 +19,8 @@ from moeserve.ops.backend import REFERENCE
 from moeserve.ops.compressed_attention.interface import CompressedCache, CompressedShape
 from moeserve.ops.indexer.interface import IndexerRule
 from moeserve.ops.native import set_num_threads
-from moeserve.ops.routing.interface import RouterConfig
-from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
+from moeserve.ops.routing.interface import RouterSpec
+from moeserve.ops.streams.interface import StreamsSpec, StreamsWeights
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, H head size, I size of an indexer's key, n heads of an indexer, m tokens of a window, Y
@@ -208,12 +208,12 @@ def test_wrong_drafts_are_forgotten(name: str, implementation: str) -> None:
     torch.testing.assert_close(found.double(), inputs.attended(61)[26:], rtol=2e-5, atol=2e-5)
 
 
-CONFIGS = [StreamsConfig(num_streams=4, num_iterations=20, epsilon=1e-6), StreamsConfig(
-    num_streams=3, num_iterations=4, epsilon=1e-3), StreamsConfig(
+CONFIGS = [StreamsSpec(num_streams=4, num_iterations=20, epsilon=1e-6), StreamsSpec(
+    num_streams=3, num_iterations=4, epsilon=1e-3), StreamsSpec(
     num_streams=5, num_iterations=0, epsilon=1e-2, output_factor=1.5, output_epsilon=0.1)]  # fmt: skip
 
 
-def random_weights(config: StreamsConfig, width: int, *, is_last: bool) -> StreamsWeights:
+def random_weights(config: StreamsSpec, width: int, *, is_last: bool) -> StreamsWeights:
     num_coefficients = config.num_streams if is_last else config.num_coefficients
     size = config.num_streams * width
     return StreamsWeights(
@@ -227,7 +227,7 @@ def random_weights(config: StreamsConfig, width: int, *, is_last: bool) -> Strea
 @pytest.mark.parametrize("config", CONFIGS, ids=["four", "three", "no matrix"])
 @pytest.mark.parametrize("width", [40, 33])
 @DTYPES
-def test_streams(config: StreamsConfig, width: int, dtype: torch.dtype, isa: str) -> None:
+def test_streams(config: StreamsSpec, width: int, dtype: torch.dtype, isa: str) -> None:
     streams_TX = torch.randn(19, config.num_streams * width).to(dtype)
     update_TD = torch.randn(19, width).to(dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2**-7  # one rounding, perhaps to a neighbouring number
@@ -259,7 +259,7 @@ def test_streams(config: StreamsConfig, width: int, dtype: torch.dtype, isa: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_routing_by_token(dtype: torch.dtype, implementation: str) -> None:
     """Scores are weights alone, in the order of the given experts."""
-    config = RouterConfig(num_experts=9, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, table_size=50)
+    config = RouterSpec(num_experts=9, top_k=3, scoring="sqrt_softplus", is_normalized=True, scale=1.5, table_size=50)
     hidden_TD, weight_ED = torch.randn(7, 40).to(dtype), torch.randn(9, 40) * 0.5
     given_TK = torch.rand(7, 9).argsort(dim=1)[:, :3].contiguous()
     router = routing_ops.make(REFERENCE if implementation == "torch" else NATIVE, config)
@@ -273,7 +273,7 @@ def test_routing_by_token(dtype: torch.dtype, implementation: str) -> None:
 
 @needs_kernels
 def test_what_is_out_of_range_is_refused() -> None:
-    config = RouterConfig(num_experts=9, top_k=1, scoring="sqrt_softplus", table_size=50)
+    config = RouterSpec(num_experts=9, top_k=1, scoring="sqrt_softplus", table_size=50)
     with pytest.raises(ValueError, match="expert 9"):
         routing_ops.make(NATIVE, config)(torch.randn(1, 4), torch.randn(9, 4), None, None, torch.tensor([[9]]))
     shape, block_ids = SHAPES["plain"], [[0, 1]]

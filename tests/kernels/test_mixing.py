@@ -29,7 +29,22 @@ def results(mixing: CpuMixing | TorchMixing, dtype: torch.dtype, rows: slice, wi
         mixing.add(a_TD, affines[1]),
         mixing.gelu(a_TD),
         mixing.mix_heads(projected_TX, convolved_TeH, temperatures_G),
+        mixing.limit_lengths(projected_TX.unflatten(1, (8, width)), width**0.5),
+        mixing.limit_lengths(convolved_TeH, width**0.5, torch.rand(8, width, generator=generator) * 2),
+        *_attended(mixing, convolved_TeH, a_TD),
     ]
+
+
+def _attended(mixing: CpuMixing | TorchMixing, sums_TeD: Tensor, update_TD: Tensor) -> list[Tensor]:
+    """Return the attention to 4 and to 5 of 8 sums, and the sums, some of which an update is added to."""
+    queries_QD = torch.linspace(-1.0, 2.0, 3 * update_TD.shape[1]).view(3, -1)
+    sums_TeD = sums_TeD.clone()
+    first = mixing.attend_sums(sums_TeD, 4, update_TD, begins=False, queries_QD=queries_QD)
+    second = mixing.attend_sums(sums_TeD, 5, update_TD, begins=True, queries_QD=queries_QD[:1])
+    assert first is not None
+    assert second is not None
+    assert mixing.attend_sums(sums_TeD, 2, update_TD, begins=False, queries_QD=None) is None
+    return [first, second, sums_TeD]
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)

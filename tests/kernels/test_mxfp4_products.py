@@ -13,7 +13,6 @@ from test_products import ACTIVATIONS, assert_close, in_float64, native_grouped,
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moeserve.ops import products as products_ops
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.products.interface import OpenWeights, PackedWeights, RowGroups
 from moeserve.ops.rows.activations import Activation, SwiGLU
@@ -47,7 +46,7 @@ def make(
 
 
 def packed_of(weights: OpenWeights) -> PackedWeights:
-    packing = products_ops.make_packing(NATIVE)
+    packing = NATIVE.packing
     assert packing is not None
     return packing.pack(weights, "mxfp4", in_place=False)
 

@@ -16,7 +16,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from moeserve.ops import routing as routing_ops
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.native import set_num_threads
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 
 # T tokens, D model width, E experts, K experts per token
 
@@ -39,7 +39,7 @@ def test_choice_and_weights_match_the_reference(seed: int, dtype: torch.dtype) -
 
 def test_factors_of_experts_multiply_their_weights() -> None:
     torch.manual_seed(0)
-    config = RouterConfig(num_experts=9, top_k=4, is_normalized=True, has_factors=True)
+    config = RouterSpec(num_experts=9, top_k=4, is_normalized=True, has_factors=True)
     tensors, factors_E = random_tensors(config, 5, 33, torch.float32), torch.randn(9)
     experts_TK, weights_TK = routing_ops.make(NATIVE, config)(*tensors, None, factors_E)
     plain_TK, expected_TK = routing_ops.make(NATIVE, config)(*tensors)
@@ -53,7 +53,7 @@ def test_factors_of_experts_multiply_their_weights() -> None:
 def test_a_sparse_mixer_is_that_of_transformers(scale: float, tolerance: float) -> None:
     """No, some or all experts are near the best one, whose logit may be negative."""
     torch.manual_seed(0)
-    config = RouterConfig(num_experts=5, top_k=2, scoring="sparse_mixer", tolerance=tolerance)
+    config = RouterSpec(num_experts=5, top_k=2, scoring="sparse_mixer", tolerance=tolerance)
     logits_TE = scale * torch.randn(300, 5)
     assert (logits_TE.amax(-1) < 0).any()
     weights_TK, experts_TK = sparsemixer(logits_TE, tolerance / 2, training=False)
@@ -78,7 +78,7 @@ def test_far_apart_logits_keep_their_order(scoring: Any) -> None:
     logits = [-95.0, 0.0, -99.0, -30.0, -88.0, -90.0, -86.0, -103.0]
     if scoring == "sigmoid":
         logits[1] = -1.0
-    config = RouterConfig(num_experts=8, top_k=8 if scoring == "softmax" else 3, scoring=scoring)
+    config = RouterSpec(num_experts=8, top_k=8 if scoring == "softmax" else 3, scoring=scoring)
     experts_TK, weights_TK = route(router_of, config, [logits])
     assert experts_TK[0].tolist() == [1, 3, 6, 4, 5, 0, 2, 7][: config.top_k]
     torch.testing.assert_close(weights_TK, route(reference_router, config, [logits])[1])
@@ -90,7 +90,7 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
     dtype: torch.dtype, num_experts: int, width: int
 ) -> None:
     torch.manual_seed(0)
-    config = RouterConfig(num_experts=num_experts, top_k=6, scoring="sigmoid", is_normalized=True)
+    config = RouterSpec(num_experts=num_experts, top_k=6, scoring="sigmoid", is_normalized=True)
     hidden_TD, weight_ED, _, _ = random_tensors(config, 150, width, dtype)
     kernel = routing_ops.make(NATIVE, config)
     set_num_threads(1)
@@ -103,6 +103,6 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
 
 
 def test_top_k_above_the_number_of_experts_is_refused() -> None:
-    config = RouterConfig(num_experts=3, top_k=4)
+    config = RouterSpec(num_experts=3, top_k=4)
     with pytest.raises(ValueError, match="top_k=4, but there are 3 experts"):
         routing_ops.make(NATIVE, config)(*random_tensors(config, 2, 5, torch.float32))

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 import torch
 from packed_panels import unpacked
-from paged_steps import INSTRUCTION_SETS, NATIVE, kernels, needs_kernels, settings_restored
+from paged_steps import INSTRUCTION_SETS, NATIVE, kernels, needs_kernels, same_bytes, settings_restored
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,6 +21,7 @@ from moeserve.ops import products as products_ops
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.products.cpu import native_weights
 from moeserve.ops.products.interface import (
+    Gather,
     GroupedProduct,
     InputChunks,
     OpenWeights,
@@ -32,6 +33,7 @@ from moeserve.ops.products.interface import (
 from moeserve.ops.products.reference import TorchGroupedProduct, TorchHeadProduct
 from moeserve.ops.rows.activations import (
     Activation,
+    CappedSwiGLU,
     ClampedSwiGLU,
     GeGLU,
     LimitedSwiGLU,
@@ -42,7 +44,7 @@ from moeserve.ops.rows.activations import (
 
 pytestmark = needs_kernels
 
-FORMATS: tuple[PackedFormat, ...] = tuple(name for name in get_args(PackedFormat) if name != "mxfp4")
+FORMATS: tuple[PackedFormat, ...] = tuple(name for name in get_args(PackedFormat) if name not in ("mxfp4", "gguf"))
 ACTIVATIONS: tuple[Activation | None, ...] = (
     None,
     SwiGLU(),
@@ -50,6 +52,7 @@ ACTIVATIONS: tuple[Activation | None, ...] = (
     LimitedSwiGLU(0.8),
     SquaredReLU(),
     GeGLU(),
+    CappedSwiGLU(alpha=0.7, limit=1.9),
 )
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-8}  # of the largest result
 
@@ -86,7 +89,7 @@ def make(
 
 
 def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeights:
-    packing = products_ops.make_packing(NATIVE)
+    packing = NATIVE.packing
     assert packing is not None
     copy = dataclasses.replace(weights, weight_eOI=weights.weight_eOI.clone())
     return packing.pack(copy, packed_format, in_place=False)
@@ -156,7 +159,7 @@ def test_packing_only_moves_values(packed_format: PackedFormat) -> None:
 def test_packing_in_place_takes_no_memory() -> None:
     weights = make(2, 128, 64, torch.bfloat16)
     copy = weights.weight_eOI.clone()
-    packing = products_ops.make_packing(NATIVE)
+    packing = NATIVE.packing
     assert packing is not None
     packed = packing.pack(weights, "bfloat16", in_place=True)
     assert packed.panels.data_ptr() == weights.weight_eOI.data_ptr()
@@ -349,6 +352,21 @@ def test_each_of_several_weights_has_the_bytes_of_its_own_product(
     each = products_ops.PER_HEAD.of_packed(NATIVE.native, packed).multiply(input_TeI)
     for weight, one in enumerate(ones):
         assert torch.equal(each[:, weight], one.multiply(input_TeI[:, weight].contiguous()))
+
+
+@pytest.mark.parametrize(("packed_format", "dtype"), CASES)
+def test_gathered_rows_have_the_bytes_of_their_copies(packed_format: PackedFormat, dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    counts_e, top_k = torch.tensor([3, 0, 9, 2]), 2
+    for num_inputs, chunks in [(64, None), (70, None), (256, InputChunks(64, keeps_float32=True))]:
+        product = native_grouped(packed_copy(make(4, 66, num_inputs, dtype, chunks=chunks), packed_format))
+        source_TI = torch.randn(7, num_inputs + 5).to(dtype)[:, :num_inputs]
+        gather = Gather(torch.randint(0, 7 * top_k, (14,)), top_k)
+        groups = RowGroups(counts_e)
+        expected = product.multiply(source_TI[gather.indices_R // top_k].contiguous(), groups)
+        assert same_bytes(product.multiply(source_TI, groups, gather), expected)
+    with pytest.raises(ValueError, match="indices are out of range"):
+        product.multiply(source_TI, groups, gather._replace(indices_R=gather.indices_R + 14))
 
 
 def test_one_thread_can_skip_products() -> None:

@@ -154,6 +154,7 @@ def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
     return code
 
 
+@pytest.mark.slow_but("[gpt-oss-", "[DeepSeek-V3-", "[Mixtral, cache")
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, kind) for name in SHAPES for kind in ("tiles", "splits")), ("DeepSeek-V3", "few")]
 )
@@ -164,6 +165,7 @@ def test_production_shapes_copy_asynchronously_and_use_wgmma_for_many_rows(name:
     assert not is_wide or code.num_wgmma > 0
 
 
+@pytest.mark.slow_but("small gpt-oss", "DeepSeek-V3-fp32-splits")
 @pytest.mark.parametrize("kind", ["tiles", "splits"])
 @pytest.mark.parametrize(
     ("name", "dtype"),

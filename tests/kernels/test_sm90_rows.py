@@ -37,6 +37,7 @@ def compiled(
     return code
 
 
+@pytest.mark.slow_but("*bf16-128", "*bf16-7168", "*fp32-64")
 @pytest.mark.parametrize(
     ("pointer", "width", "has_update", "quantizes"),
     [
@@ -70,6 +71,7 @@ def test_rms_norm(pointer: str, width: int, has_update: bool, quantizes: bool) -
         assert re.search(r"ld\.global[.\w]*\.v[248]", code.ptx), "loads are not vectorised"
 
 
+@pytest.mark.slow_but("bf16-8", "bf16-1")
 @pytest.mark.parametrize(
     ("pointer", "num_chunks", "has_bias"),
     [("*bf16", 1, False), ("*bf16", 8, True), ("*bf16", 7, False), ("*fp32", 8, False)],
@@ -162,6 +164,7 @@ def test_rotary(head_size: int, num_pairs: int, is_interleaved: bool, is_in_plac
     )
 
 
+@pytest.mark.slow_but("128-64-False-*bf16-True", "16-8-False-*fp32-False")
 @pytest.mark.parametrize("has_float8_cache", [False, True])
 @pytest.mark.parametrize(
     ("head_size", "num_pairs", "is_interleaved", "pointer"),
@@ -221,6 +224,7 @@ def test_quantisation_rounds_with_the_instruction(activation: int, has_counts: b
     assert "min.NaN.f32" in code.ptx
 
 
+@pytest.mark.slow_but("bf16")
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 def test_choice_of_tokens(pointer: str) -> None:
     from moeserve.triton_kernels.sampling import choose_kernel, launch_sizes
@@ -246,6 +250,7 @@ STATE_ROWS = dict.fromkeys(("load_ptr", "store_ptr", "save_ptr", "before_save_pt
 STATE_ROWS |= {"row_starts_ptr": "*i32"}
 
 
+@pytest.mark.slow_but("bf16")
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("rule", ["delta", "channels", "state space"])
 def test_linear_attention(pointer: str, rule: str) -> None:
@@ -265,6 +270,7 @@ def test_linear_attention(pointer: str, rule: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow_but("bf16")
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("rule", ["delta", "channels", "state space"])
 def test_linear_attention_in_tiles(pointer: str, rule: str) -> None:
@@ -298,6 +304,7 @@ def linear_attention_types(pointer: str) -> dict[str, str]:
     return types | dict(context_lens_ptr="*i32")
 
 
+@pytest.mark.slow_but("bf16")
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
 def test_short_convolution(pointer: str, is_gated: bool) -> None:
@@ -356,6 +363,7 @@ def test_hyper_connections(is_last: bool) -> None:
     compiled(expand_kernel, types, sizes, dict(num_warps=NUM_WARPS))
 
 
+@pytest.mark.slow_but("bf16")
 @pytest.mark.parametrize(("pointer", "num_heads"), [("*bf16", 64), ("*fp32", 32)])
 def test_indexer(pointer: str, num_heads: int) -> None:
     """Shapes of DeepSeek-V3.2 and GLM-5."""

@@ -111,10 +111,10 @@ def test_order_of_any_step_is_compiled_once(launches: Launches) -> None:
 
 def test_routing_of_any_step_is_compiled_twice(launches: Launches) -> None:
     """Few tokens are routed with the router's weights, and many from logits."""
-    from moeserve.ops.routing.interface import RouterConfig
+    from moeserve.ops.routing.interface import RouterSpec
     from moeserve.ops.routing.triton import TritonRouter
 
-    router = TritonRouter(RouterConfig(num_experts=8, top_k=2))
+    router = TritonRouter(RouterSpec(num_experts=8, top_k=2))
     for size in SIZES:
         router(torch.zeros(size, 64), torch.zeros(8, 64), None, None)
     assert counts(launches) == {"route_kernel": 2}

@@ -1,6 +1,6 @@
-"""Runs an engine of several replicas in virtual time, with faults: from `Replicas.add` to the messages of each rank.
+"""Runs an engine of several replicas in virtual time, with faults: from `Engine.add` to the messages of each rank.
 
-The code is the engine's own: `Replicas`, `DPRouter`, `WorkerGroup`, `WatchedProcess`, `Channel` at both ends, `serve`
+The code is the engine's own: `Engine`, `DPRouter`, `WorkerGroup`, `WatchedProcess`, `Channel` at both ends, `serve`
 of each engine process with `Replica`, `Scheduler` and `MultiprocExecutor`. This file supplies the client, the
 processes, the bytes between them (late, in pieces, through small buffers, or lost), and ranks that agree and sample.
 
@@ -35,18 +35,18 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
-from moeserve.engine.process import serve
-from moeserve.engine.protocol import EngineMessage
-from moeserve.engine.replicas import Replicas
+from moeserve.engine.engine import Engine
+from moeserve.engine.launcher import WorkerGroup
+from moeserve.engine.protocol import FromReplica
+from moeserve.engine.replica_process import serve
 from moeserve.errors import DistributedError, EngineError, RequestError
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import WatchedProcess, collect_failures
-from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import ChunkResult, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
+from moeserve.scheduling.lockstep import Agreement, Round, RoundResult, agree
 from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, ToRank
 from moeserve.worker.request_table import RequestTable
 
@@ -139,16 +139,16 @@ class _Ranks:
         self.rows: dict[int, dict[int, list[int]]] = {}  # by round and replica
         self.steps: dict[int, set[int]] = {}  # replicas that have entered the step of a round
 
-    def execute(self, replica: int, table: RequestTable, number: int, work: Round) -> Outcome:
+    def execute(self, replica: int, table: RequestTable, number: int, work: Round) -> RoundResult:
         self.rows.setdefault(number, {})[replica] = work.row
         self._wait_for_all(self.rows[number])
         rows = [self.rows[number][index] for index in range(self.num_replicas)]
         agreement = agree(rows, number=number, num_replicas=len(rows))
         if agreement.is_idle or agreement.ends_all:
-            return Outcome(agreement=agreement)
+            return RoundResult(agreement=agreement)
         return self._step(replica, table, agreement, work.plan)
 
-    def _step(self, replica: int, table: RequestTable, agreement: Agreement, plan: StepPlan | None) -> Outcome:
+    def _step(self, replica: int, table: RequestTable, agreement: Agreement, plan: StepPlan | None) -> RoundResult:
         dice = self.world.dice
         stall_s = self.scenario.stall_s if dice.random() < 0.02 else 0.0
         self.world.wait(lambda: False, stall_s + dice.uniform(0.001, 0.02))
@@ -156,7 +156,7 @@ class _Ranks:
         entered.add(replica)
         self._wait_for_all(entered)
         if plan is None:
-            return Outcome(agreement=agreement, result=StepResult(step=0, chunks=[]))
+            return RoundResult(agreement=agreement, result=StepResult(step=0, chunks=[]))
         chunks = table.apply(plan)
         results = [
             ChunkResult(
@@ -165,7 +165,7 @@ class _Ranks:
             for chunk in chunks
         ]
         table.append_tokens(chunks, [token_id for each in results for token_id in each.token_ids])
-        return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
+        return RoundResult(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
 
     def _wait_for_all(self, entered: Any) -> None:
         if not self.world.wait(lambda: len(entered) == self.num_replicas, COLLECTIVE_TIMEOUT_S):
@@ -192,7 +192,7 @@ class EngineReport:
 
 def simulate_engine(
     scenario: EngineScenario,
-    engine_class: type[Replicas] = Replicas,
+    engine_class: type[Engine] = Engine,
     channel_class: type[Channel[Any]] = Channel,
 ) -> EngineReport:
     """Run a scenario to its end.
@@ -219,9 +219,7 @@ def simulate_engine(
 
 
 class _EngineSimulation:
-    def __init__(
-        self, scenario: EngineScenario, engine_class: type[Replicas], channel_class: type[Channel[Any]]
-    ) -> None:
+    def __init__(self, scenario: EngineScenario, engine_class: type[Engine], channel_class: type[Channel[Any]]) -> None:
         self.scenario = scenario
         self.engine_class = engine_class
         self.channel_class = channel_class
@@ -236,9 +234,9 @@ class _EngineSimulation:
         self.num_left = scenario.num_requests
         self.engine: Any = None
 
-    # Processes
+    # Processes. A `Launcher`.
 
-    def start_group(self, config: EngineConfig) -> WorkerGroup:
+    def start(self, config: EngineConfig) -> WorkerGroup:
         self.num_groups += 1
         if self.num_groups == 2 and self.scenario.reload == "fails once":
             raise EngineError("no resources yet")
@@ -249,8 +247,11 @@ class _EngineSimulation:
             start = RankStart(config=config, rank=replica, store=StoreAddress(key=""))
             engine = self.new_process(f"engine of replica {replica}", functools.partial(self.run_engine, start, ranks))
             self.engines.append(engine)
-            group.engines.append(self.watched(engine, EngineMessage))
+            group.replicas.append(self.watched(engine, FromReplica))
         return group
+
+    def close(self) -> None:
+        pass
 
     def release(self) -> None:
         self.num_released += 1
@@ -298,10 +299,10 @@ class _EngineSimulation:
                         self.raises_in = None
                         self.fault_at = self.world.now
                         raise ZeroDivisionError("planted")
-                    outcome = ranks.execute(start.rank, table, number, message)
+                    result = ranks.execute(start.rank, table, number, message)
                     number += 1
-                    channel.send(outcome)
-                    has_ended = outcome.agreement.ends_all
+                    channel.send(result)
+                    has_ended = result.agreement.ends_all
         except Exception as error:
             process.fail(channel, [report_of(error, process.name)])
 
@@ -335,7 +336,7 @@ class _EngineSimulation:
         try:
             self.engine = engine = self.engine_class(
                 config_of(scenario),
-                self.start_group,
+                self,
                 config_of=functools.partial(config_of, scenario),
                 run_in_background=functools.partial(world.start, "scaling"),
             )

@@ -4,8 +4,8 @@ The simulator draws one history at random; this search visits all of them. Whate
 order. So a stall, a late start and a slow message are not faults but orders among others.
 
 How it stays small. Ranks run rounds in order and agree by a function of the rows, so a round has ended once every
-replica has sent it, and its outcome follows from what was sent. What remains is when each replica receives messages and
-outcomes. A generator cannot be copied, but the same answers always lead to the same state. So the answers so far
+replica has sent it, and its result follows from what was sent. What remains is when each replica receives messages and
+results. A generator cannot be copied, but the same answers always lead to the same state. So the answers so far
 identify the state of a replica (`Local`), and each such history is played once. The state of the worker group is one
 `Local` per replica and the fault so far. Each state is expanded once.
 
@@ -26,14 +26,15 @@ from moeserve.protocol import (
     AddRequest,
     ChunkResult,
     CollectLoad,
+    Delivery,
     ReplicaMessage,
     Shutdown,
     StepPlan,
     StepResult,
     Wake,
 )
-from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, Agreement, Outcome, Round, agree
-from moeserve.scheduling.replica import Deliver, Events, Replica, Submit, Wait
+from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, Agreement, Round, RoundResult, agree
+from moeserve.scheduling.replica import Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
@@ -58,7 +59,7 @@ class Answer(NamedTuple):
     """The answer to a `Wait` of a replica."""
 
     messages: tuple[int, ...]  # places in its script
-    outcomes: tuple[Agreement, ...]
+    results: tuple[Agreement, ...]
     fault: str | None = None  # "internal": its own code fails from now on; "row", "step": the first result has an error
 
 
@@ -72,7 +73,7 @@ class Local:
     history: tuple[Answer, ...]
     wait: Wait | None  # None: it has ended
     rows: tuple[Row, ...]  # of the rounds that it has sent
-    num_outcomes: int  # received,
+    num_results: int  # received,
     num_steps: int  # of these, steps with tokens
     num_messages: int  # of its script, received or lost
     has_plan: tuple[bool, ...]  # of each round
@@ -205,14 +206,14 @@ class _Search:
         for index, local in enumerate(state.locals):
             if local.wait is None or len(local.rows) > self.max_sent:
                 continue
-            outcomes = agreements[local.num_outcomes :]
+            results = agreements[local.num_results :]
             places = [place for place in range(len(self.script[index])) if place >= local.num_messages]
             if state.fault is not None and state.fault[:2] == ("drop", index):
                 places = [place for place in places if place != state.fault[2]]
             for num_messages in range(len(places) + 1):
-                for num_outcomes in range(len(outcomes) + 1):
-                    answer = Answer(tuple(places[:num_messages]), tuple(outcomes[:num_outcomes]))
-                    if not num_messages and not num_outcomes and not local.wait.heartbeat:
+                for num_results in range(len(results) + 1):
+                    answer = Answer(tuple(places[:num_messages]), tuple(results[:num_results]))
+                    if not num_messages and not num_results and not local.wait.heartbeat:
                         continue
                     yield self.moved(state, index, answer)
                     if state.fault is None:
@@ -224,8 +225,8 @@ class _Search:
 
     def with_fault(self, state: State, index: int, local: Local, answer: Answer) -> Iterator[State]:
         yield self.moved(state, index, answer._replace(fault="internal"), ("internal", index))
-        first = local.num_outcomes
-        if any(local.has_plan[first : first + len(answer.outcomes)]):
+        first = local.num_results
+        if any(local.has_plan[first : first + len(answer.results)]):
             yield self.moved(state, index, answer._replace(fault="row"), ("row", index))
             if self.num_replicas == 1:
                 yield self.moved(state, index, answer._replace(fault="step"), ("step", index))
@@ -257,7 +258,7 @@ class _Player:
         self.table = RequestTable(MAX_SEQS, MAX_MODEL_LEN // BLOCK_SIZE)
         self.rows: list[Row] = []
         self.plans: list[StepPlan | None] = []
-        self.num_outcomes = self.num_messages = self.num_steps = 0
+        self.num_results = self.num_messages = self.num_steps = 0
         self.received: dict[str, int] = {}  # requests, and the tokens that they may have
         self.ended: dict[str, None] = {}
         self.num_tokens: Counter[str] = Counter()  # delivered, by request
@@ -283,7 +284,7 @@ class _Player:
             except AssertionError as error:
                 raise Found("I4", f"{self.name}: {error}") from error
             except Exception as error:
-                if not any(agreement.failed_ranks for agreement in (given.outcomes if given else ())):
+                if not any(agreement.failed_ranks for agreement in (given.results if given else ())):
                     raise Found("crash", f"{self.name}: {type(error).__name__}: {error}") from error
                 return self.local(history, None)
             answer = None
@@ -291,7 +292,7 @@ class _Player:
             match effect:
                 case Submit(work=work):
                     self.submit(work, given)
-                case Deliver():
+                case Delivery():
                     self.deliver(effect)
                 case Wait():
                     if given == HEARTBEAT and len(self.rows) == num_rows_before:
@@ -311,17 +312,17 @@ class _Player:
         if row[-1] & HAS_FAILED and not self.has_fault:
             raise Found("crash", f"{self.name} failed without a fault")
         is_needless = given is not None and not given.messages and not row[3] and not row[-1]
-        if is_needless and given and given.outcomes and not any(each.has_requests for each in given.outcomes):
+        if is_needless and given and given.results and not any(each.has_requests for each in given.results):
             raise Found("idle", f"{self.name} goes on without sleeping, with nothing to do")
         self.num_loads_due -= bool(row[-1] & REQUESTS_LOAD)
         if self.num_loads_due < 0 and not self.has_fault:
             raise Found("idle", f"{self.name} requests expert loads again")
         self.rows.append(row)
         self.plans.append(work.plan)
-        if len(self.rows) - self.num_outcomes > self.max_rounds:
-            raise Found("I2", f"{self.name} has {len(self.rows) - self.num_outcomes} rounds in flight")
+        if len(self.rows) - self.num_results > self.max_rounds:
+            raise Found("I2", f"{self.name} has {len(self.rows) - self.num_results} rounds in flight")
 
-    def deliver(self, effect: Deliver) -> None:
+    def deliver(self, effect: Delivery) -> None:
         for update in effect.updates:
             if update.request_id not in self.received or update.request_id in self.ended:
                 raise Found("I3", f"{self.name} delivers an update of an unknown request: {update}")
@@ -352,23 +353,23 @@ class _Player:
             elif isinstance(message, Shutdown):
                 self.is_ending = True
                 self.may_abort |= self.received.keys()
-        outcomes = []
-        for agreement in given.outcomes:
-            plan = self.plans[self.num_outcomes]
-            self.num_outcomes += 1
+        results = []
+        for agreement in given.results:
+            plan = self.plans[self.num_results]
+            self.num_results += 1
             self.num_steps += any(agreement.num_tokens)
-            outcomes.append(self.outcome(agreement, plan, given.fault))
+            results.append(self.result(agreement, plan, given.fault))
         if given.fault == "internal":
             self.has_fault = True
             self.scheduler.schedule = self.scheduler.commit = _fail  # type: ignore[method-assign]
-        return Events(messages, outcomes)
+        return Events(messages, results)
 
-    def outcome(self, agreement: Agreement, plan: StepPlan | None, fault: str | None) -> Outcome:
+    def result(self, agreement: Agreement, plan: StepPlan | None, fault: str | None) -> RoundResult:
         """Return what the ranks of the replica send for a round."""
         if agreement.is_idle or agreement.ends_all:
-            return Outcome(agreement=agreement)
+            return RoundResult(agreement=agreement)
         if plan is None:
-            return Outcome(agreement=agreement, result=StepResult(step=0, chunks=[]))
+            return RoundResult(agreement=agreement, result=StepResult(step=0, chunks=[]))
         chunks = self.table.apply(plan)
         results = [ChunkResult(token_ids=[7]) if chunk.samples else ChunkResult() for chunk in chunks]
         if self.scheduler.config.plans_ahead:
@@ -376,11 +377,11 @@ class _Player:
         ids = [chr(chunk.request.seed) for chunk in chunks]
         if fault == "step":
             self.may_fail.update(ids)
-            return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=[]), error="out of memory")
+            return RoundResult(agreement=agreement, result=StepResult(step=plan.step, chunks=[]), error="out of memory")
         if fault == "row":
             self.may_fail.add(ids[0])
             results[0] = ChunkResult(error="not a number")
-        return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
+        return RoundResult(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
 
     def unended(self) -> set[str]:
         return self.received.keys() - self.ended.keys()
@@ -397,7 +398,7 @@ class _Player:
             history=history,
             wait=wait,
             rows=tuple(self.rows),
-            num_outcomes=self.num_outcomes,
+            num_results=self.num_results,
             num_steps=self.num_steps,
             num_messages=self.num_messages,
             has_plan=tuple(plan is not None for plan in self.plans),

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from scenario import LOAD_WINDOW
 
-from moeserve.protocol import AbortRequest, ReplicaMessage, Request, RequestUpdate, StepPlan
-from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Outcome, Round, agree
-from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
+from moeserve.protocol import AbortRequest, Delivery, ReplicaMessage, Request, RequestUpdate, StepPlan
+from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Round, RoundResult, agree
+from moeserve.scheduling.replica import Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.request import LiveRequest
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -61,8 +61,7 @@ class LeavesWithoutWork(Meddled):
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
         answer = yield effect
         if isinstance(answer, Events) and any(
-            not each.agreement.is_idle and each.result is not None and not each.result.chunks
-            for each in answer.outcomes
+            not each.agreement.is_idle and each.result is not None and not each.result.chunks for each in answer.results
         ):
             raise Leave
         return answer
@@ -77,8 +76,8 @@ class SpinsWhenIdle(Meddled):
             self._is_awake = True
         return answer
 
-    def _finish_round(self, ended: Any, outcome: Outcome) -> None:
-        super()._finish_round(ended, outcome)
+    def _finish_round(self, ended: Any, result: RoundResult) -> None:
+        super()._finish_round(ended, result)
         self._is_awake = True
 
 
@@ -109,15 +108,15 @@ class ReadsOneMessage(Meddled):
         return answer
 
 
-class ReadsOneOutcome(Meddled):
-    """It drops all but the first of several outcomes."""
+class ReadsOneResult(Meddled):
+    """It drops all but the first of several results."""
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
         answer = yield effect
         if isinstance(answer, Events):
-            for _ in answer.outcomes[1:]:
+            for _ in answer.results[1:]:
                 self._rounds.popleft()
-            return dataclasses.replace(answer, outcomes=answer.outcomes[:1])
+            return dataclasses.replace(answer, results=answer.results[:1])
         return answer
 
 
@@ -139,7 +138,7 @@ class EndsPlannedRequests(Meddled):
     """It drops a plan whose requests were aborted after it was announced."""
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
-        if isinstance(effect, Submit) and effect.work.plan is not None and len(self._live_request_ids) == 1:
+        if isinstance(effect, Submit) and effect.work.plan is not None and len(self._scheduler.live_request_ids) == 1:
             events = yield Wait(heartbeat=True)
             if any(isinstance(message, AbortRequest) for message in events.messages):
                 effect = Submit(Round(row=effect.work.row, plan=None))
@@ -163,11 +162,11 @@ class GoesOnAfterFailure(Replica):
                 return
             answer = yield effect
             if isinstance(answer, Events):
-                outcomes = [
+                results = [
                     msgspec.structs.replace(each, agreement=dataclasses.replace(each.agreement, failed_ranks=()))
-                    for each in answer.outcomes
+                    for each in answer.results
                 ]
-                answer = Events(answer.messages, outcomes)
+                answer = Events(answer.messages, results)
 
 
 class HidesFailure(Replica):
@@ -195,7 +194,7 @@ class ReportsAbortOnly(Replica):
     """It reports the end of an aborted request, and goes on computing it."""
 
     def _handle(self, message: ReplicaMessage) -> None:
-        if isinstance(message, AbortRequest) and message.request_id in self._live_request_ids:
+        if isinstance(message, AbortRequest) and message.request_id in self._scheduler.live_request_ids:
             self._queue_update(RequestUpdate(request_id=message.request_id, finish_reason="abort"))
         elif not isinstance(message, AbortRequest):
             super()._handle(message)
@@ -232,7 +231,6 @@ class RaisesRequestError(Replica):
 
     def _add(self, request: Request) -> None:
         self._scheduler.add(request)
-        self._live_request_ids[request.request_id] = None
 
 
 class EndsTwice(Replica):
@@ -247,7 +245,7 @@ class EndsTwice(Replica):
 class LosesTokens(Replica):
     """It delivers only the updates that end a request, if there are any."""
 
-    def _deliver(self) -> Deliver:
+    def _deliver(self) -> Delivery:
         if any(update.finish_reason is not None for update in self._updates):
             self._updates = [update for update in self._updates if update.finish_reason is not None]
         return super()._deliver()
@@ -256,9 +254,9 @@ class LosesTokens(Replica):
 class CountsOnlySteps(Replica):
     """The number of its rounds does not grow in idle rounds."""
 
-    def _finish_round(self, ended: Any, outcome: Outcome) -> None:
-        super()._finish_round(ended, outcome)
-        self._num_sent -= outcome.agreement.is_idle
+    def _finish_round(self, ended: Any, result: RoundResult) -> None:
+        super()._finish_round(ended, result)
+        self._num_sent -= result.agreement.is_idle
 
 
 class RequestsLoadInEveryRound(Replica):
@@ -398,7 +396,7 @@ PLANTED = [
     Planted(NeedsWakeUps, {"deadlock"}),
     Planted(IgnoresHeartbeat, {"deadlock"}),
     Planted(ReadsOneMessage, {"I3", "I4"}),
-    Planted(ReadsOneOutcome, {"livelock", "idle"}),
+    Planted(ReadsOneResult, {"livelock", "idle"}),
     Planted(SendsPlanTwice, {"I5"}),
     Planted(EndsPlannedRequests, {"I4", "I5"}),
     Planted(GoesOnAfterFailure, {"livelock"}),

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from moeserve.config.engine_config import EngineConfig
+from moeserve.engine.engine import Engine
 from moeserve.engine.generation import Generation
 from moeserve.engine.in_flight import InFlight, RequestsInFlight
-from moeserve.engine.replicas import Replicas
 from moeserve.errors import RequestError
 from moeserve.processes.channel import Channel
 from moeserve.protocol import Request, RequestUpdate, Sample
@@ -35,7 +35,7 @@ class BooksBeforeEncoding(RequestsInFlight):
         except RequestError:
             encodable = msgspec.structs.replace(request, cache_salt="")
             index = self.generation.router.choose(encodable)
-            self._known[request.request_id] = InFlight(encodable, self.generation.group.engines[index])
+            self._known[request.request_id] = InFlight(encodable, self.generation.group.replicas[index])
             raise
 
 
@@ -55,29 +55,29 @@ class ForgetsAborts(RequestsInFlight):
         return [update for update in super().continue_all() if update.finish_reason != "abort"]
 
 
-class NeverNoticesSilence(Replicas):
+class NeverNoticesSilence(Engine):
     """It waits for ever for a replica that hangs."""
 
-    def _receive(self) -> None:
+    def _receive(self, timeout_s: float = 0.0, *, only_failures: bool = False) -> None:
         self._last_message_s = time.monotonic()
-        super()._receive()
+        super()._receive(timeout_s, only_failures=only_failures)
 
 
-class ExpectsAQuickStart(Replicas):
+class ExpectsAQuickStart(Engine):
     """It declares a process dead that takes long to load."""
 
     def _start(self, config: EngineConfig) -> None:
         super()._start(config.changed(failure={"load_timeout": 7}))
 
 
-class WaitsForLoadingForEver(Replicas):
+class WaitsForLoadingForEver(Engine):
     """It has no timeout for loading."""
 
     def _start(self, config: EngineConfig) -> None:
         super()._start(config.changed(failure={"load_timeout": 10**9}))
 
 
-class KeepsOldProcesses(Replicas):
+class KeepsOldProcesses(Engine):
     """Processes of a failed worker group are not ended."""
 
     def _let_serve(self, generation: Generation) -> None:
@@ -85,7 +85,7 @@ class KeepsOldProcesses(Replicas):
         generation.end.detach()
 
 
-class RouterKeepsLoad(Replicas):
+class RouterKeepsLoad(Engine):
     """The router does not learn that requests end."""
 
     def _let_serve(self, generation: Generation) -> None:
@@ -96,7 +96,7 @@ class RouterKeepsLoad(Replicas):
         )
 
 
-class RouterIgnoresLoad(Replicas):
+class RouterIgnoresLoad(Engine):
     """The router sends all requests to one replica."""
 
     def _let_serve(self, generation: Generation) -> None:
@@ -142,8 +142,8 @@ class PlantedInEngine:
         return str(self.part.__name__)
 
     @property
-    def engine_class(self) -> type[Replicas]:
-        return self.part if issubclass(self.part, Replicas) else Replicas
+    def engine_class(self) -> type[Engine]:
+        return self.part if issubclass(self.part, Engine) else Engine
 
     @property
     def requests_class(self) -> type[RequestsInFlight]:

@@ -53,6 +53,7 @@ from moeserve.protocol import (
     AddRequest,
     ChunkResult,
     CollectLoad,
+    Delivery,
     ReplicaMessage,
     Request,
     RequestUpdate,
@@ -62,8 +63,16 @@ from moeserve.protocol import (
     Wake,
 )
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Outcome, Round, agree
-from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
+from moeserve.scheduling.lockstep import (
+    HAS_FAILED,
+    REQUESTS_LOAD,
+    REQUESTS_SHUTDOWN,
+    Agreement,
+    Round,
+    RoundResult,
+    agree,
+)
+from moeserve.scheduling.replica import Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
@@ -142,11 +151,11 @@ class _Process:
     wait: Wait | None = None  # its effect, unless it is busy
     turn: int = 0  # grows with each answer, so that a late answer to an earlier wait is recognised
     inbox: list[ReplicaMessage] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    results: list[RoundResult] = field(default_factory=list)
     last_arrival_s: float = 0.0  # of messages to it, which stay in order
     last_delivery_s: float = 0.0  # of its last delivery
     last_round_s: float = 0.0  # of rounds to its ranks, and
-    last_outcome_s: float = 0.0  # of their outcomes
+    last_result_s: float = 0.0  # of their results
     plans_in_flight: deque[StepPlan | None] = field(default_factory=deque)
     last_number: int = -1
     has_announced_failure: bool = False
@@ -441,15 +450,15 @@ class _Simulation:
         if process.turn != turn or process.state != "alive":
             return
         messages, process.inbox = process.inbox, []
-        outcomes, process.outcomes = process.outcomes, []
+        results, process.results = process.results, []
         process.received.update({m.request.request_id: None for m in messages if isinstance(m, AddRequest)})
-        self._advance(process, Events(messages, outcomes))
+        self._advance(process, Events(messages, results))
 
     def _advance(self, process: _Process, events: Events | None) -> None:
         """Hand events to the replica, and perform its effects until it waits."""
         process.turn += 1
         process.wait = None
-        for _ in [] if events is None else events.outcomes:
+        for _ in [] if events is None else events.results:
             process.plans_in_flight.popleft()
         answer: Any = events
         while True:
@@ -466,11 +475,11 @@ class _Simulation:
             match effect:
                 case Submit(work=work):
                     self._submit(process, work, events)
-                case Deliver():
+                case Delivery():
                     self._deliver(process, effect)
                 case Wait(heartbeat=heartbeat):
                     process.wait = effect
-                    if process.inbox or process.outcomes:
+                    if process.inbox or process.results:
                         self._wake(process)
                     elif heartbeat:
                         self._after(HEARTBEAT_S * self.dice.uniform(1.0, 1.05), self._answer, process, process.turn)
@@ -492,7 +501,7 @@ class _Simulation:
         process.last_number = number
         has_nothing = not work.row[3] and not work.row[-1]
         rested = (
-            events is not None and events.outcomes and not any(each.agreement.has_requests for each in events.outcomes)
+            events is not None and events.results and not any(each.agreement.has_requests for each in events.results)
         )
         if has_nothing and rested and events is not None and not events.messages:
             self._violated("idle", f"replica {process.index} goes on without sleeping, with nothing to do")
@@ -506,7 +515,7 @@ class _Simulation:
         process.last_round_s = max(process.last_round_s, self.now + self._latency())
         self._after(process.last_round_s - self.now, self._arrive_round, process, work)
 
-    def _deliver(self, process: _Process, effect: Deliver) -> None:
+    def _deliver(self, process: _Process, effect: Delivery) -> None:
         for update in effect.updates:
             known = update.request_id in process.received and update.request_id not in process.ended
             self._require(known, "I3", f"replica {process.index} delivers an update of an unknown request: {update}")
@@ -621,7 +630,7 @@ class _Simulation:
             raise
         ranks.num_rounds += 1
         if agreement.is_idle or agreement.ends_all:
-            self._send_outcome(process, Outcome(agreement=agreement))
+            self._send_result(process, RoundResult(agreement=agreement))
             return
         plan = ranks.current.plan
         num_tokens, announced = 0 if plan is None else plan.num_tokens, agreement.num_tokens[process.index]
@@ -682,7 +691,7 @@ class _Simulation:
         assert ranks.agreement is not None
         plan = ranks.current.plan
         result = StepResult(step=0, chunks=[]) if plan is None else self._run(ranks.table, plan)
-        self._send_outcome(process, Outcome(agreement=ranks.agreement, result=result))
+        self._send_result(process, RoundResult(agreement=ranks.agreement, result=result))
 
     def _run(self, table: RequestTable, plan: StepPlan) -> StepResult:
         """Return the result of the simulated model."""
@@ -701,24 +710,24 @@ class _Simulation:
             self.requests[str(chunks[row].request.seed)].may_fail = True
         return StepResult(step=plan.step, chunks=results)
 
-    def _send_outcome(self, process: _Process, outcome: Outcome) -> None:
+    def _send_result(self, process: _Process, result: RoundResult) -> None:
         ranks = process.ranks
         ranks.current = None
-        if outcome.agreement.ends_all:
+        if result.agreement.ends_all:
             ranks.have_left = True
-            if outcome.agreement.is_shutdown:
+            if result.agreement.is_shutdown:
                 self.leave_counts[process.index] = ranks.num_collectives
                 counts = set(self.leave_counts.values())
                 self._require(len(counts) == 1, "I1", f"ranks left after different rounds: {self.leave_counts}")
                 others = [p.index for p in self.processes if p.ranks.num_collectives > ranks.num_collectives]
                 self._require(not others, "I1", f"the ranks of {process.index} left, and {others} wait for them")
-        process.last_outcome_s = max(process.last_outcome_s, self.now + self._latency())
-        self._after(process.last_outcome_s - self.now, self._arrive_outcome, process, outcome)
+        process.last_result_s = max(process.last_result_s, self.now + self._latency())
+        self._after(process.last_result_s - self.now, self._arrive_result, process, result)
         self._begin_round(process)
 
-    def _arrive_outcome(self, process: _Process, outcome: Outcome) -> None:
+    def _arrive_result(self, process: _Process, result: RoundResult) -> None:
         if process.state == "alive":
-            process.outcomes.append(outcome)
+            process.results.append(result)
             self._wake(process)
 
     def _closing_report(self) -> Report:

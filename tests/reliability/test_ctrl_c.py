@@ -15,13 +15,13 @@ from reference_models import Reference
 
 import moeserve.api.llm
 import moeserve.api.session
+import moeserve.engine.engine
 import moeserve.engine.in_flight
-import moeserve.engine.replicas
 import moeserve.processes.channel
 import moeserve.processes.supervision
 from moeserve import LLM, EngineError, SamplingParams
 
-pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("ctrl_c")]
+pytestmark = pytest.mark.ranks
 
 ALL_BLOCKS = 256 // 16 * 8  # of each replica
 FILES = {
@@ -30,7 +30,7 @@ FILES = {
         moeserve.api.llm,
         moeserve.api.session,
         moeserve.engine.in_flight,
-        moeserve.engine.replicas,
+        moeserve.engine.engine,
         moeserve.processes.channel,
         moeserve.processes.supervision,
     )
@@ -90,7 +90,7 @@ def generate_beside_a_stream(llm: LLM, reference: Reference, at: Line | None, se
     try:
         with tracer:
             outputs = llm.generate(prompts, GENERATED, use_tqdm=False)
-        assert [out.outputs[0].token_ids for out in outputs] == [reference.greedy(prompt, 4) for prompt in prompts]
+        assert [out.outputs[0].token_ids for out in outputs] == reference.continuations(prompts, 4)
     except KeyboardInterrupt:
         interrupted = True
     assert list(stream)[-1].outputs[0].token_ids == reference.greedy(streamed, 30)
@@ -101,6 +101,7 @@ def generate_beside_a_stream(llm: LLM, reference: Reference, at: Line | None, se
     return interrupted, tracer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_ctrl_c_at_any_line(llm: LLM, reference: Reference, every: int) -> None:
     handler = signal.getsignal(signal.SIGINT)

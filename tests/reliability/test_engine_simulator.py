@@ -9,7 +9,7 @@ from engine_simulator import EngineReport, EngineScenario, simulate_engine
 from planted_engine_bugs import PLANTED_IN_ENGINE, PlantedInEngine
 from scenario import InvariantViolation
 
-from moeserve.engine import replicas
+from moeserve.engine import engine
 
 
 def run_scenarios(seeds: range) -> Counter[str]:
@@ -42,7 +42,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 @pytest.mark.slow_but("ForgetsAborts")
 @pytest.mark.parametrize("bug", PLANTED_IN_ENGINE, ids=[bug.name for bug in PLANTED_IN_ENGINE])
 def test_planted_bug_is_found(bug: PlantedInEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "RequestsInFlight", bug.requests_class)
+    monkeypatch.setattr(engine, "RequestsInFlight", bug.requests_class)
     assert first_violation(bug) in bug.names
 
 

@@ -32,7 +32,7 @@ SCRIPTS: dict[str, Script] = {
 ROUNDS = {"alone": 4, "abort": 4, "collect": 4, "one busy": 4, "shutdown": 3}
 
 
-@pytest.mark.slow_but("collect", "one busy")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", list(SCRIPTS))
 def test_every_order(script: str) -> None:
     found = explore(SCRIPTS[script], Replica, max_sent=ROUNDS[script])
@@ -51,6 +51,7 @@ def test_every_order_of_other_settings(script: str, max_rounds: int, plans_ahead
     assert found.num_ends > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", bugs.PLANTED, ids=[bug.name for bug in bugs.PLANTED])
 def test_planted_bug_is_found(bug: bugs.Planted) -> None:
     with pytest.raises(Found):

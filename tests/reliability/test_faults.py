@@ -27,7 +27,7 @@ from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.store import connect_store
 from moeserve.distributed.store_server import start_store
-from moeserve.engine import worker_group
+from moeserve.engine import process_launcher
 from moeserve.errors import DistributedError
 from moeserve.processes import local
 
@@ -283,7 +283,7 @@ def test_an_impossible_layout_is_refused_before_a_process_starts(
         raise AssertionError(f"a process was started: {arguments}")
 
     monkeypatch.setattr(local, "start_process", refuse)
-    monkeypatch.setattr(worker_group, "start_process", refuse)
+    monkeypatch.setattr(process_launcher, "start_process", refuse)
     with pytest.raises(SettingsError, match=named):
         LLM(reference.folder, **layout, executor="mp", **SETTINGS)
 
@@ -320,7 +320,7 @@ def test_a_store_that_a_rank_cannot_reach_is_named(port: str) -> None:
 def test_a_hundred_pairs_of_engines_at_once(reference: Reference) -> None:
     """Two cores start six at a time before a timeout ends."""
     prompts = reference.prompts(7, 12)
-    expected = [reference.greedy(prompt, 12) for prompt in prompts]
+    expected = reference.continuations(prompts, 12)
 
     def use(_: int) -> list[list[int]]:
         with LLM(reference.folder, data_parallel_size=2, **SETTINGS) as llm:

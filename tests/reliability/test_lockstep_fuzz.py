@@ -62,7 +62,7 @@ def make_pool(reference: Reference) -> Pool:
     (beginning,) = reference.clear_prompts([8], MAX_TOKENS)
     prompts = reference.clear_prompts(lengths[:half], MAX_TOKENS, beginning=beginning)
     prompts += reference.clear_prompts(lengths[half:], MAX_TOKENS)
-    return Pool(reference, prompts, [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts])
+    return Pool(reference, prompts, reference.continuations(prompts, MAX_TOKENS))
 
 
 def make_traffic(seed: int, num_replicas: int, num_requests: int, pool: Pool) -> Timetable:
@@ -205,7 +205,7 @@ LAYOUTS = [("mixtral", 1, 1, 4), ("mixtral", 1, 2, 2), ("mixtral-odd", 1, 1, 8),
 IDS = ["dp4", "tp2dp2", "dp8", "pp2dp3"]
 
 
-@pytest.mark.slow_but("tp2dp2")
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "pp", "tp", "dp"), LAYOUTS, ids=IDS)
 def test_random_traffic(ranks: Ranks, pool_named: Callable[[str], Pool], name: str, pp: int, tp: int, dp: int) -> None:

@@ -60,8 +60,12 @@ class InThread:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
         self._thread.start()
 
-    def stop(self) -> None:
+    def begin_to_stop(self) -> None:
+        """Several servers take as long to stop as one if each has begun to stop before the first is waited for."""
         self._server.should_exit = True
+
+    def stop(self) -> None:
+        self.begin_to_stop()
         self._thread.join()
         self._listener.close()
 
@@ -143,6 +147,8 @@ def standing_in(*behaviours: Behaviour) -> Iterator[list[StandIn]]:
     try:
         yield servers
     finally:
+        for server in servers:
+            server.begin_to_stop()
         for server in servers:
             server.stop()
 

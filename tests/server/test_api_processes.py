@@ -43,6 +43,7 @@ def ask(server: ServerProcess, **options: object) -> str:
         return answer.choices[0].text
 
 
+@pytest.mark.slow
 def test_one_service(server: ServerProcess) -> None:
     with ThreadPoolExecutor(8) as threads:
         texts = list(threads.map(lambda _: ask(server), range(NUM_REQUESTS)))

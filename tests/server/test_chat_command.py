@@ -69,7 +69,6 @@ def test_a_server_that_cannot_be_reached() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_answer_alone(default_cache: Path) -> None:
     command = [sys.executable, "-m", "moeserve", "chat", "--max-model-len", "1024", "--kv-cache-memory", "64MiB"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

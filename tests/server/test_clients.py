@@ -66,7 +66,7 @@ def test_streamed_chat_completions_of_many_tasks(server: RunningServer) -> None:
 
     async def run() -> list[Any]:
         async with server.async_openai() as client:
-            return await asyncio.gather(*(ask(client) for _ in range(24)))
+            return await asyncio.gather(*(ask(client) for _ in range(12)))
 
     for text, reason, usage in asyncio.run(run()):
         assert (text, reason) == (output.outputs[0].text, "stop")

@@ -93,6 +93,7 @@ def salted(path: str, salt: str) -> dict[str, Any]:
     return {**BODIES[path], "cache_salt": salt}
 
 
+@pytest.mark.slow_but("chat/completions-True")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", list(BODIES))
 def test_answers_are_those_of_one_server(setup: Setup, path: str, stream: bool) -> None:
@@ -114,6 +115,7 @@ def test_a_wrong_key_or_parameter_is_answered_by_the_prefill_server(setup: Setup
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
+@pytest.mark.slow
 def test_nothing_remains_of_requests_that_hang_up(setup: Setup) -> None:
     """Clients hang up in prefill, in between, while blocks are read, and while tokens are generated."""
     chance = random.Random(6)

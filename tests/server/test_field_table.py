@@ -1,7 +1,8 @@
-"""The table of fields in docs/server.md is what the classes of requests declare."""
+"""docs/server.md names the fields that the classes of requests ignore and refuse, and why they refuse them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from moeserve.server.anthropic.messages import MessagesRequest
@@ -10,7 +11,7 @@ from moeserve.server.openai.completions import CompletionRequest
 from moeserve.server.openai.responses import ResponsesRequest
 from moeserve.server.schema import Ignored, Refused
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "server.md"
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
 BODIES = {
     "chat": ChatRequest,
     "completions": CompletionRequest,
@@ -19,23 +20,25 @@ BODIES = {
 }
 
 
-def table() -> list[str]:
-    """Return the rows of the table: a field and its APIs, whether it is ignored or refused, and why."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+def rules(kind: type[Ignored | Refused]) -> dict[tuple[str, str], list[str]]:
+    """Return the fields that are ignored or refused, each with the reason, and the APIs that do so."""
+    found: dict[tuple[str, str], list[str]] = {}
     for name, body in BODIES.items():
         for field_name, field in body.model_fields.items():
             for rule in field.metadata:
-                if isinstance(rule, (Ignored, Refused)):
-                    kind = "ignored" if isinstance(rule, Ignored) else "refused"
-                    rows.setdefault((kind, field_name, rule.why), []).append(name)
-    return [
-        f"| `{field_name}` | {'all' if len(names) == len(BODIES) else ', '.join(names)} | {kind} | {why} |"
-        for (kind, field_name, why), names in sorted(rows.items())
-    ]
+                if isinstance(rule, kind):
+                    found.setdefault((field_name, rule.why), []).append(name)
+    return dict(sorted(found.items()))
 
 
-def test_the_document_has_the_table_of_fields() -> None:
-    lines = DOCUMENT.read_text("utf-8").splitlines()
-    start = lines.index("| field | APIs | | why |") + 2
-    assert lines[start : start + len(table())] == table()
-    assert not lines[start + len(table())].startswith("|")
+def test_the_document_has_the_table_of_refused_fields() -> None:
+    lines = DOCUMENT.splitlines()
+    start = lines.index("| field | APIs | why |") + 2
+    table = [f"| `{field}` | {', '.join(names)} | {why} |" for (field, why), names in rules(Refused).items()]
+    assert lines[start : start + len(table)] == table
+    assert not lines[start + len(table)].startswith("|")
+
+
+def test_the_document_names_the_ignored_fields() -> None:
+    (names,) = re.findall(r"change no answer and are ignored: (.*?)\. Refused are", DOCUMENT, re.DOTALL)
+    assert re.findall(r"`(\w+)`", names) == [field for field, _ in rules(Ignored)]

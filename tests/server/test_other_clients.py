@@ -50,7 +50,7 @@ def check_counts(server: RunningServer, before: tuple[int, int], num_prompt: int
     assert (after[0] - before[0], after[1] - before[1]) == (num_prompt, num_output)
 
 
-@pytest.mark.skipif(CLIENTS is None, reason="make it with: python -m moeserve.bench.peers.install clients")
+@pytest.mark.skipif(CLIENTS is None, reason="make it with: moeserve bench peers clients")
 def test_litellm_and_langchain(tools_server: RunningServer) -> None:
     answer = expected_answer(tools_server).outputs[0]
     text = expected(tools_server, "One, two,", max_tokens=6).outputs[0].text
@@ -78,7 +78,7 @@ def test_litellm_and_langchain(tools_server: RunningServer) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(VLLM is None, reason="make it with: python -m moeserve.bench.peers.install vllm")
+@pytest.mark.skipif(VLLM is None, reason="make it with: moeserve bench peers vllm")
 @pytest.mark.parametrize(("backend", "endpoint"), [("openai", "completions"), ("openai-chat", "chat/completions")])
 def test_benchmark_of_vllm(server: RunningServer, backend: str, endpoint: str, tmp_path: Path) -> None:
     command = [str(VLLM), "-c", BENCH_SERVE, "--backend", backend, "--endpoint", f"/v1/{endpoint}"]

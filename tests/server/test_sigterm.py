@@ -5,11 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import pytest
 from rank_processes import assert_gone, shared_memory_of
 from server_process import ServerProcess, serving
 from tiny_model import save_tiny_model
+
+from moeserve.server.http_server import DrainingServer, budget_of, listen
+from moeserve.server.settings import ServerSettings
 
 pytestmark = pytest.mark.ranks
 
@@ -161,3 +165,27 @@ def test_a_second_sigterm_ends_the_server_at_once(checkpoint: Path, flags: tuple
         assert server.wait(SECONDS_TO_CLOSE) == 0
         check_nothing_is_left(server, children)
         assert {each.result(SECONDS_TO_CLOSE) for each in streams} <= {"length", "error", "error 503"}
+
+
+class NothingRuns:
+    """An application without requests."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody asks")
+
+    async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
+        pass
+
+
+class MayNotRun(DrainingServer):
+    async def main_loop(self) -> None:
+        raise AssertionError("the signal was lost")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_event_loop_runs_ends_the_server(number: int) -> None:
+    nothing = NothingRuns()
+    settings = ServerSettings(port=0)
+    server = MayNotRun(nothing, nothing, settings, budget_of(settings), None)
+    with contextlib.closing(listen(settings)) as listener:
+        server.answer(listener, lambda: os.kill(os.getpid(), number))

@@ -60,6 +60,7 @@ def check_calls(calls: Any) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.slow_but("hermes", "deepseek_v3")
 @pytest.mark.parametrize("tools_server", FORCED, indirect=True)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_calls_that_must_be_made(tools_server: RunningServer, seed: int) -> None:

@@ -49,7 +49,7 @@ def receiver() -> Iterator[tuple[str, Received]]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
     server.shutdown()

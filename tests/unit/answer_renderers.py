@@ -132,6 +132,116 @@ def minimax_m1(answer: Answer) -> str:
     return _thoughts(answer, "\n", "\n\n") + answer.content + section
 
 
+def hy_v3(answer: Answer) -> str:
+    return _hunyuan(answer, "<tool_sep>\n")
+
+
+def hy_v4(answer: Answer) -> str:
+    return _hunyuan(answer, "")
+
+
+def _hunyuan(answer: Answer, separator: str) -> str:
+    text = _thoughts(answer, "", "") + answer.content
+    if answer.calls:
+        text += "<tool_calls>\n"
+        for call in answer.calls:
+            text += f"<tool_call>{call.name}{separator}"
+            for key, value in call.arguments.items():
+                text += f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n"
+            text += "</tool_call>\n"
+        text += "</tool_calls>"
+    return text
+
+
+def deepseek_v32(answer: Answer) -> str:
+    return _dsml(answer, "function_calls")
+
+
+def deepseek_v4(answer: Answer) -> str:
+    return _dsml(answer, "tool_calls")
+
+
+def _dsml(answer: Answer, section: str) -> str:
+    text = _thoughts(answer, "", "") + answer.content
+    if answer.calls:
+        text += f"\n\n<｜DSML｜{section}>\n"
+        for call in answer.calls:
+            text += f'<｜DSML｜invoke name="{call.name}">\n'
+            for key, value in call.arguments.items():
+                is_text = "true" if isinstance(value, str) else "false"
+                text += f'<｜DSML｜parameter name="{key}" string="{is_text}">{_plain(value)}</｜DSML｜parameter>\n'
+            text += "</｜DSML｜invoke>\n"
+        text += f"</｜DSML｜{section}>"
+    return text
+
+
+def minimax_m3(answer: Answer) -> str:
+    text = f"<mm:think>{answer.reasoning}</mm:think>" if answer.reasoning else ""
+    text += answer.content
+    prefix = "]<]minimax[>["
+    if answer.calls:
+        text += f"{prefix}<tool_call>\n"
+        for call in answer.calls:
+            parameters = [f"{prefix}<{key}>{_plain(value)}{prefix}</{key}>" for key, value in call.arguments.items()]
+            text += f'{prefix}<invoke name="{call.name}">{"".join(parameters)}{prefix}</invoke>\n'
+        text += f"{prefix}</tool_call>"
+    return text
+
+
+def longcat(answer: Answer) -> str:
+    text = f"<longcat_think>\n{answer.reasoning}\n</longcat_think>\n" if answer.reasoning else ""
+    calls = [
+        f'<longcat_tool_call>{{"name": "{c.name}", "arguments": {c.json_text}}}</longcat_tool_call>'
+        for c in answer.calls
+    ]
+    return text + answer.content + "".join(calls)
+
+
+def dots(answer: Answer) -> str:
+    text, *calls = minimax_m2(answer).rsplit("<minimax:tool_call>\n", 1)
+    return text + "".join(
+        f"<dots_function_call>\n{each[: -len('</minimax:tool_call>')]}</dots_function_call>" for each in calls
+    )
+
+
+def gemma4(answer: Answer) -> str:
+    text = f"<|channel>thought\n{answer.reasoning}\n<channel|>" if answer.reasoning else ""
+    text += answer.content
+    for call in answer.calls:
+        fields = [f"{key}:{_notation(value)}" for key, value in call.arguments.items()]
+        text += f"<|tool_call>call:{call.name}{{{','.join(fields)}}}<tool_call|>"
+    return text
+
+
+def _notation(value: Any) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case list():
+            return f"[{','.join(map(_notation, value))}]"
+        case dict():
+            return "{" + ",".join(f"{_notation(key)}:{_notation(inner)}" for key, inner in value.items()) + "}"
+    return json.dumps(value)
+
+
+def cohere(answer: Answer) -> str:
+    text = f"<|START_THINKING|>{answer.reasoning}<|END_THINKING|>" if answer.reasoning else ""
+    text += f"<|START_RESPONSE|>{answer.content}<|END_RESPONSE|>" if answer.content else ""
+    calls = [
+        f'    {{"tool_call_id": "{index}", "tool_name": "{call.name}", "parameters": {call.json_text}}}'
+        for index, call in enumerate(answer.calls)
+    ]
+    return text + (f"<|START_ACTION|>[\n{(',' + chr(10)).join(calls)}\n]<|END_ACTION|>" if calls else "")
+
+
+def inkling(answer: Answer) -> str:
+    messages = [f"<|content_thinking|>{answer.reasoning}"] if answer.reasoning else []
+    messages += [f"<|content_text|>{answer.content}"] if answer.content else []
+    for call in answer.calls:
+        messages.append(f'{call.name}<|content_invoke_tool_json|>{{"name": "{call.name}", "args": {call.json_text}}}')
+    return "<|message_model|>".join(f"{message}<|end_message|>" for message in messages)
+
+
 def _thoughts(answer: Answer, inside: str, after: str) -> str:
     return f"<think>{inside}{answer.reasoning}{inside}</think>{after}" if answer.reasoning else ""
 
@@ -181,6 +291,7 @@ _DEEPSEEK = (*_THINK, "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin�
 _KIMI = (*_THINK, "<|tool_calls_section_begin|>", "<|tool_call_begin|>")
 _MISTRAL = ("[THINK]", "[/THINK]", "[TOOL_CALLS]")
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+_COHERE = ("THINKING", "RESPONSE", "TEXT", "ACTION")
 STYLES = [
     Style("hermes", hermes, (*_THINK, "<tool_call>")),
     Style("qwen3_coder", qwen3_coder, (*_THINK, "<tool_call>", "<function="), "\n</parameter>"),
@@ -196,6 +307,16 @@ STYLES = [
     Style("gpt_oss", gpt_oss_of_template, _HARMONY),
     Style("minimax_m2", minimax_m2, (*_THINK, "<minimax:tool_call>", '<invoke name="'), "</parameter>"),
     Style("minimax_m1", minimax_m1, (*_THINK, "<tool_calls>")),
+    Style("hy_v3", hy_v3, (*_THINK, "<tool_calls>", "<tool_call>"), "</arg_value>"),
+    Style("hy_v4", hy_v4, (*_THINK, "<tool_calls>", "<tool_call>"), "</arg_value>"),
+    Style("deepseek_v32", deepseek_v32, (*_THINK, "<｜DSML｜"), "</｜DSML｜parameter>"),
+    Style("deepseek_v4", deepseek_v4, (*_THINK, "<｜DSML｜"), "</｜DSML｜parameter>"),
+    Style("minimax_m3", minimax_m3, ("<mm:think>", "</mm:think>", "]<]minimax[>["), "]<]minimax[>["),
+    Style("longcat", longcat, ("<longcat_think>", "</longcat_think>", "<longcat_tool_call>")),
+    Style("dots", dots, (*_THINK, "<dots_function_call>", '<invoke name="'), "</parameter>"),
+    Style("gemma4", gemma4, ("<|channel>", "<channel|>", "<|tool_call>"), '<|"|>'),
+    Style("cohere", cohere, tuple(f"<|{end}_{part}|>" for end in ("START", "END") for part in _COHERE)),
+    Style("inkling", inkling, ("<|message_model|>", "<|end_message|>", "<|content_")),
 ]
 
 # Parts of texts, among them some that look like the start of a marker.

@@ -9,16 +9,18 @@ import struct
 import termios
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from test_engine_restart import PlayedProcess
 
-from moeserve.engine.protocol import Delivery, EngineMessage, Ready
+from moeserve.config.engine_config import EngineConfig
+from moeserve.engine.launcher import WorkerGroup
+from moeserve.engine.protocol import FromReplica, Ready
 from moeserve.processes.channel import Channel
 from moeserve.processes.supervision import WatchedProcess
 from moeserve.processes.wake_up import WakeUp
-from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import AbortRequest, AddRequest, ReplicaMessage, ReplicaStats, RequestUpdate, Shutdown
+from moeserve.protocol import AbortRequest, AddRequest, Delivery, ReplicaMessage, ReplicaStats, RequestUpdate, Shutdown
 
 STATS = ReplicaStats(num_free_blocks=1000, num_waiting=0, num_running=0, num_rounds=0)
 MOST_BYTES = 2**16  # unread in a socket
@@ -96,9 +98,7 @@ class Group:
 
     def workers(self, release: Callable[[], None] = lambda: None) -> WorkerGroup:
         """Return the group as the engine knows it."""
-        workers = WorkerGroup(release=release)
-        workers.engines += [process.watched for process in self.processes]
-        return workers
+        return WorkerGroup([process.watched for process in self.processes], release=release)
 
     @property
     def is_awake(self) -> bool:
@@ -121,7 +121,7 @@ class Process(PlayedProcess):
 
     def __init__(self, group: Group, name: str, lengths: dict[str, int]) -> None:
         self._connection, self._theirs = socket.socketpair()
-        self.watched: WatchedProcess[Any] = WatchedProcess(name, self._connection, EngineMessage, self)
+        self.watched: WatchedProcess[Any] = WatchedProcess(name, self._connection, FromReplica, self)
         self.group, self.name, self.lengths = group, name, lengths
         self._channel: Channel[Any] = Channel(self._theirs, ReplicaMessage)
         self._ended_fd: int | None = os.eventfd(0)
@@ -209,3 +209,13 @@ class Process(PlayedProcess):
     def _deliver(self, update: RequestUpdate) -> None:
         self.num_sent += 1
         self._channel.send(Delivery([update], STATS))
+
+
+@dataclass(frozen=True)
+class PlayedLauncher:
+    """A `Launcher` that calls a function of the test."""
+
+    start: Callable[[EngineConfig], WorkerGroup]
+
+    def close(self) -> None:
+        pass

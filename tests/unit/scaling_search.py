@@ -16,7 +16,7 @@ from typing import Any
 
 from scaling_story import OPTIONAL, Plot, Story
 
-from moeserve.engine.replicas import Replicas
+from moeserve.engine.engine import Engine
 
 
 class Paused(BaseException):
@@ -26,7 +26,7 @@ class Paused(BaseException):
 class Search:
     """Visits every state of a plot."""
 
-    def __init__(self, plot: Plot, engine_class: type[Replicas] = Replicas) -> None:
+    def __init__(self, plot: Plot, engine_class: type[Engine] = Engine) -> None:
         self._plot, self._engine_class = plot, engine_class
         self._seen: set[Any] = set()
         self._stack: list[tuple[str, ...]] = [()]
@@ -100,6 +100,6 @@ class Search:
         return events[0]
 
 
-def explore(plot: Plot, engine_class: type[Replicas] = Replicas) -> Counter[str]:
+def explore(plot: Plot, engine_class: type[Engine] = Engine) -> Counter[str]:
     """Visit every state of a plot. Return what was counted."""
     return Search(plot, engine_class).run()

@@ -20,11 +20,11 @@ from played_replicas import Group, Job, PausingWakeUp, Process, token_of
 from test_engine_restart import config_of
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.engine import generation, replicas, restart
-from moeserve.engine.replicas import Replicas
+from moeserve.engine import engine, generation, restart
+from moeserve.engine.engine import Engine
+from moeserve.engine.launcher import WorkerGroup
 from moeserve.errors import EngineError, ScaleError
 from moeserve.processes.supervision import ProcessPoll
-from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import Request, RequestUpdate
 from moeserve.sampling_params import RequestParams
 
@@ -75,11 +75,9 @@ class SleepingPoll(ProcessPoll):
 
 
 class Story:
-    """An engine with requests whose number of replicas changes, and the events that happen to it."""
+    """An engine with requests whose number of replicas changes, and the events that happen to it. A `Launcher`."""
 
-    def __init__(
-        self, plot: Plot, engine_class: type[Replicas] = Replicas, refused_sizes: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, plot: Plot, engine_class: type[Engine] = Engine, refused_sizes: tuple[int, ...] = ()) -> None:
         self.plot, self.lengths, self.sizes = plot, dict(plot.lengths), plot.sizes
         self.groups: list[Group] = []
         self.released: list[None] = []  # one for each group that was released
@@ -102,9 +100,8 @@ class Story:
         SleepingPoll.story = self
         self.engine = engine_class(
             self.config_of(self.sizes[0]),
-            self.start,
+            self,
             config_of=self.config_of,
-            close=self.close_machine,
             run_in_background=lambda work: self.jobs.append(Job(work, pauses=plot.pauses)),
         )
         for name in self.lengths:
@@ -127,7 +124,7 @@ class Story:
 
         return group.workers(release=functools.partial(self.released.append, None))
 
-    def close_machine(self) -> None:
+    def close(self) -> None:
         assert not self.is_closed, "the machine is closed twice"
         assert not self.alive, "the machine is closed while processes run"
         assert self.change.done(), "the machine is closed during a change"
@@ -321,8 +318,8 @@ def go_on(story: Story) -> str:
 
 def patch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines sleep in a story, and wait for nothing else."""
-    monkeypatch.setattr(replicas, "ProcessPoll", SleepingPoll)
-    monkeypatch.setattr(replicas, "WakeUp", PausingWakeUp)
+    monkeypatch.setattr(engine, "ProcessPoll", SleepingPoll)
+    monkeypatch.setattr(engine, "WakeUp", PausingWakeUp)
     monkeypatch.setattr(generation, "SECONDS_TO_END", 0.0)
-    monkeypatch.setattr(replicas, "SECONDS_TO_END", 0.0)
+    monkeypatch.setattr(engine, "SECONDS_TO_END", 0.0)
     monkeypatch.setattr(restart, "SECONDS_BETWEEN_STARTS", 0.0)

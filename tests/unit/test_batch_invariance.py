@@ -15,11 +15,11 @@ import torch
 from reference_models import Reference
 
 from moeserve import LLM
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.input_share import keeps_bytes, num_expert_chunks, num_input_chunks, share_experts, share_inputs
-from moeserve.layers.latent.attention import LatentAttentionConfig
+from moeserve.layers.chunked_sums import keeps_bytes, num_expert_chunks, num_input_chunks, share_experts, share_inputs
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.latent.attention import LatentAttentionSpec
 from moeserve.layers.rotary import NO_ROTARY
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.models.registry import describe
 from moeserve.ops.backend import TRITON, in_order
 from moeserve.ops.native import native_kernels
@@ -29,8 +29,8 @@ from moeserve.worker import worker
 from moeserve.worker.worker import note_on_bytes
 
 
-def with_heads(model: ModelConfig, num_heads: int) -> ModelConfig:
-    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=1, head_dim=8, rotary=NO_ROTARY)
+def with_heads(model: ModelSpec, num_heads: int) -> ModelSpec:
+    attention = AttentionSpec(num_heads=num_heads, num_kv_heads=1, head_dim=8, rotary=NO_ROTARY)
     return dataclasses.replace(model, layers=tuple(Layer.of(attention, *layer.networks[1:]) for layer in model.layers))
 
 
@@ -94,14 +94,14 @@ def test_missing_kernels_are_logged_once_with_their_cost_and_remedy(plain: Refer
     ],
 )
 def test_sizes_that_keep_the_bytes_of_one(num_heads: int, num_kv_heads: int, sizes: list[int]) -> None:
-    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8, rotary=NO_ROTARY)
+    attention = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8, rotary=NO_ROTARY)
     num_chunks = num_input_chunks(attention.can_divide)
     assert [size for size in range(1, 33) if attention.can_divide(size) and keeps_bytes(num_chunks, size)] == sizes
 
 
 def test_latent_attention_divides_all_heads() -> None:
     sizes = dict(query_rank=None, latent_size=16, key_dim=8, rotary=NO_ROTARY, value_dim=8)
-    assert num_input_chunks(LatentAttentionConfig(num_heads=128, **sizes).can_divide) == 8  # type: ignore[arg-type]
+    assert num_input_chunks(LatentAttentionSpec(num_heads=128, **sizes).can_divide) == 8  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("width", "num_slices"), [(14336, 8), (1547, 4), (803, 2), (2880, 4), (768, 2)])

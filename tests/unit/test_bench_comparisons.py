@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 import statistics
@@ -15,19 +14,11 @@ import torch
 from planted_operations import plant
 
 from moeserve import cli
-from moeserve.bench import (
-    attention,
-    latency,
-    linear_attention,
-    moe,
-    report,
-    sparse_attention,
-    speculation,
-    startup,
-    throughput,
-)
+from moeserve.bench import compare, kernels, moe, startup, throughput
 from moeserve.bench.checkpoints import make_checkpoint
 from moeserve.bench.decode import Generate, Workload, draw_prompts
+from moeserve.bench.gpu.attention_cases import attend, attend_chosen, choose_entries, latent_attend
+from moeserve.bench.gpu.entry_cases import attend_to_entries, linear_attention
 from moeserve.bench.harness import read_jsonl
 from moeserve.bench.limits import LimitProbe
 from moeserve.bench.peers.adapters.experts import Shape
@@ -56,16 +47,16 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     set_num_threads(threads)
 
 
+def rate_of_one_run(kind: str, generate: Generate, workload: Workload) -> Callable[[], float]:
+    """Return a measure that no load of the machine makes fail: the difference of two runs may be negative."""
+    return lambda: 1 / generate(draw_prompts(workload, random.Random(0)), workload.new_tokens)
+
+
 @pytest.mark.slow
 def test_throughput_from_end_to_end(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def rate_measure(kind: str, generate: Generate, workload: Workload) -> Callable[[], float]:
-        """Return a measure that no load of the machine makes fail: the difference of two runs may be negative."""
-        return lambda: 1 / generate(draw_prompts(workload, random.Random(0)), workload.new_tokens)
-
-    monkeypatch.setattr(throughput, "rate_measure", rate_measure)
-    monkeypatch.setattr(throughput, "native_kernels", lambda: None)  # the goals of processors with AVX-512
+    monkeypatch.setattr(throughput, "rate_measure", rate_of_one_run)
     results = tmp_path / "throughput.jsonl"
     throughput.main([
         "--model", str(tiny), "--engine", "moeserve", "--engine", "moeserve-int8", "--engine", "transformers",
@@ -82,24 +73,54 @@ def test_throughput_from_end_to_end(
         assert {"cpu", "isa", "commit", "load", "versions"} <= row["environment"].keys()
         assert "transformers" in row["engines"]["transformers"]["version"]
         assert {engine["settings"]["threads"] for engine in row["engines"].values()} == {1}
-    assert rows["decode, batch 2"]["goal"] is None  # no bar is set for it
-    goal = rows["decode, batch 8"]["goal"]
+    assert rows["decode, batch 2"]["goals"] == {}  # no bar is set for it
+    goals = rows["decode, batch 8"]["goals"]
+    assert list(goals) == ["moeserve"]  # no peer has 8 bits
+    goal = goals["moeserve"]
     own, peer = (rows["decode, batch 8"]["engines"][name]["rounds"] for name in ("moeserve", "transformers"))
     reached = [
         one["rate"] / min(1.3 * two["rate"], 0.85 * one["limit_rate"]) for one, two in zip(own, peer, strict=True)
     ]
     assert goal["best_peer"] == "transformers"
     assert goal["reached"] == pytest.approx(statistics.median(reached))
-    assert goal["without"] == {"vllm": "not selected", "llama.cpp-bf16": "not selected"}
+    assert goal["without"] == dict.fromkeys(["vllm", "llama.cpp-bf16", "ik_llama.cpp-bf16"], "not selected")
     printed = capsys.readouterr().out
-    for text in ("moeserve / best peer (goal)", "reached", "vllm (not selected)"):
+    for text in ("moeserve / best peer (goal)", "reached"):
         assert text in printed
+
+
+def test_each_precision_has_a_goal_against_peers_of_its_bits() -> None:
+    """The best such peer counts, in each round, unless the share of the limit is lower."""
+
+    def rounds(*rates: float) -> dict[str, Any]:
+        of_round = [{"rate": rate, "limit_rate": 100.0} for rate in rates]
+        return {"rate": statistics.median(rates), "rounds": of_round}
+
+    results = {
+        "moeserve": rounds(50, 60, 70),
+        "moeserve-int8": rounds(60, 60, 60),
+        "moeserve-int4": rounds(35, 35, 35),
+        "vllm": rounds(40, 50, 50),
+        "llama.cpp-q8_0": rounds(50, 50, 50),
+        "ik_llama.cpp-q8_0": rounds(40, 60, 80),
+        "llama.cpp-q4_0": rounds(70, 70, 70),
+    }
+    cell = throughput.Cell("decode", Workload(batch=1, prompt_tokens=1, new_tokens=2, vocab_size=2))
+    goals = throughput.goals_of(cell, results, {"ik_llama.cpp-q4_0": "not installed"})
+    assert {name: goal["best_peer"] for name, goal in goals.items()} == {
+        "moeserve": "vllm", "moeserve-int8": "ik_llama.cpp-q8_0", "moeserve-int4": "llama.cpp-q4_0",
+    }  # fmt: skip
+    reached = [goal["reached"] for goal in goals.values()]
+    assert reached == pytest.approx([50 / 44, 60 / 66, 35 / 70])  # rounds of bf16: 50 / 44, 60 / 55, 70 / 55
+    assert goals["moeserve-int4"]["without"] == {"ik_llama.cpp-q4_0": "not installed"}
+    del results["llama.cpp-q4_0"]
+    assert "moeserve-int4" not in throughput.goals_of(cell, results, {})
 
 
 def test_selected_peer_that_is_not_installed_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "throughput", "--model", str(tiny), "--engine", "vllm"]
     assert cli.main(arguments) == 1
-    assert "python -m moeserve.bench.peers.install vllm" in capsys.readouterr().err
+    assert "moeserve bench peers vllm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
@@ -135,48 +156,41 @@ def test_experts_from_end_to_end(
     assert "without vllm" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(attention.NATIVE is attention.REFERENCE, reason="the C++ kernels are not built")
-def test_attention_from_end_to_end(
+@pytest.mark.skipif(kernels.NATIVE is kernels.REFERENCE, reason="the C++ kernels are not built")
+def test_kernels_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode = attention.Shape(batch=2, context_len=40)
-    prefill = attention.Shape(1, 20, num_rows=20, num_kv_heads=1, head_size=576, latent_size=512)
-    monkeypatch.setattr(attention, "attention_shapes", lambda: [decode, prefill])
-    monkeypatch.setattr(attention, "measure_limits", lambda: SMALL_PROBE().measure())
-    results = tmp_path / "attention.jsonl"
-    attention.main(["--rounds", "1", "--threads", "1", "--json", str(results)])
+    """A small step of each operation. Tokens that attend to all positions have no scores to compute."""
+    monkeypatch.setattr(kernels, "LimitProbe", lambda dtype, **_: SMALL_PROBE(dtype=dtype))
+    monkeypatch.setattr(kernels, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(kernels, "CACHE_BYTES", 1 << 14)
+    small: dict[str, Any] = {
+        "attention": [
+            (attend, [("16 heads of 64", "2 x 1 of 40", "plain")]),
+            (latent_attend, [("DeepSeek-V2-Lite", "1 x 20 of 20")]),
+        ],
+        "sparse_attention": [
+            (choose_entries, [("1 x 2 of 64", 4, 128, 9), ("1 x 2 of 64", 4, 128, 100)]),
+            (attend_chosen, [("DeepSeek-V2-Lite", "1 x 2 of 64", 9, False, True)]),
+            (attend_to_entries, [("V4, chosen entries", 1, 256, 5)]),
+        ],
+        "linear_attention": [(linear_attention, [("Qwen3-Next", "1 decodes")])],
+    }
+    all_operations, tested = (
+        {operation.make for entries in tables.values() for operation, _ in entries}
+        for tables in (kernels.TABLES, small)
+    )
+    assert tested == all_operations
+    monkeypatch.setattr(kernels, "TABLES", small)
+    results = tmp_path / "kernels.jsonl"
+    kernels.main(["--rounds", "1", "--threads", "1", "--json", str(results)])
     rows = read_jsonl(results)
-    assert [(row["name"], row["shape"]["batch"]) for row in rows] == [
-        ("torch", 2),
-        ("C++", 2),
-        ("torch", 1),
-        ("C++", 1),
+    cases = [(name, ", ".join(map(str, shape))) for name in small for _, each in small[name] for shape in each]
+    assert [(row["benchmark"], row["case"], row["way"]) for row in rows] == [
+        (*case, way) for case in cases for way in ("torch", "C++")
     ]
-    assert all(row["fraction_of_limit"] > 0 for row in rows)
-    assert "latent, 16 heads of 576, prefill" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(attention.NATIVE is attention.REFERENCE, reason="the C++ kernels are not built")
-def test_sparse_and_linear_attention_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for benchmark in (sparse_attention, linear_attention):
-        monkeypatch.setattr(benchmark, "LimitProbe", lambda dtype=torch.bfloat16, **_: SMALL_PROBE(dtype=dtype))
-        monkeypatch.setattr(benchmark, "SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setattr(sparse_attention, "CONTEXTS", (64, 256))
-    monkeypatch.setattr(sparse_attention, "NUM_ROWS", (1, 2))
-    small = sparse_attention.Layer("small", "S", 2, 32, 32, top_k=16, ratio=4, window=8)
-    monkeypatch.setattr(sparse_attention, "LAYERS", (small,))
-    delta = dataclasses.replace(linear_attention.DELTA, num_heads=2, num_key_heads=1, key_dim=8, value_dim=8)
-    monkeypatch.setattr(linear_attention, "SHAPES", {"small": delta})
-    monkeypatch.setattr(linear_attention, "STATE_BYTES", 1 << 14)
-    results = tmp_path / "results.jsonl"
-    for benchmark in (sparse_attention, linear_attention):
-        benchmark.main(["--rounds", "1", "--threads", "1", "--json", str(results)])
-    rows = read_jsonl(results)
-    sparse = [row["fractions"] for row in rows if row["benchmark"] == "sparse_attention"]
-    assert [fractions["indexer"] > 0 for fractions in sparse] == [False, False, True, True]
-    assert all(fractions["sparse"] > 0 for fractions in sparse)
-    assert [row["fraction_of_limit"] > 0 for row in rows[4:]] == [True] * len(linear_attention.CASES)
-    assert len(report.plots(rows)) == 1
+    assert [row["case"] for row in rows if row["fraction_of_limit"] < 1e-6] == ["1 x 2 of 64, 4, 128, 100"] * 2
+    assert "| attend | 16 heads of 64, 2 x 1 of 40, plain | C++ |" in capsys.readouterr().out
 
 
 def test_work_of_experts_counts_those_that_are_chosen() -> None:
@@ -187,41 +201,43 @@ def test_work_of_experts_counts_those_that_are_chosen() -> None:
     assert moe.experts_work(SHAPE, 7).operations == 2 * 7 * 2 * weights
 
 
-def test_latency_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "latency.jsonl"
-    latency.main([
-        "--model", str(tiny), "--rate", "20", "--rate", "200", "--requests", "6", "--prompt-tokens", "8",
-        "--new-tokens", "5", "--rounds", "2", "--threads", "1", "--json", str(results),
-    ])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "ways"),
+    [
+        ("steps", ["one step in flight", "two steps in flight"]),
+        pytest.param("callers", ["LLM.generate", "64 tasks", "16 threads"], marks=pytest.mark.slow),
+        pytest.param("pipeline", ["one batch of 16", "two batches of 8", "two batches of 16"], marks=pytest.mark.slow),
+        ("speculation", ["no speculation", "3 draft tokens"]),
+        ("kv_store", ["recomputation", "memory"]),
+    ],
+)
+def test_settings_are_compared(
+    table: str,
+    ways: list[str],
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = dict(BATCHES=(2,), NUM_DRAFTS=(3,), CONVERSATIONS=8, TURNS=2, FIRST_TOKENS=32, TURN_TOKENS=16)
+    for name, value in (sizes | {"ANSWER_TOKENS": 4, "rate_measure": rate_of_one_run}).items():
+        monkeypatch.setattr(compare, name, value)
+    results = tmp_path / "compare.jsonl"
+    compare.main([table, "--model", str(tiny), "--new-tokens", "60", "--rounds", "2", "--json", str(results)])
     rows = read_jsonl(results)
-    assert [row["requests_per_second"] for row in rows] == [20, 200]
+    assert [row["way"] for row in rows] == ways
     for row in rows:
-        assert [len(waits["first_token"]) for waits in row["rounds"]] == [6, 6]
-        assert [len(waits["between_tokens"]) for waits in row["rounds"]] == [24, 24]
-        for wait in ("first_token", "between_tokens"):
-            values = [value for waits in row["rounds"] for value in waits[wait]]
-            assert min(values) >= 0
-            assert row[wait] == {"median": statistics.median(values), "p99": max(values)}
-    assert "| mixtral-tiny, moeserve | 20 |" in capsys.readouterr().out
-
-
-def test_speculation_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "speculation.jsonl"
-    speculation.main([
-        "--model", str(tiny), "--drafts", "3", "--new-tokens", "60", "--rounds", "1", "--threads", "1", "--json",
-        str(results),
-    ])  # fmt: skip
-    without, drafted = read_jsonl(results)
-    assert (without["accepted"], without["steps"]) == (None, 1)
-    assert 0 < drafted["accepted"] <= 1
-    assert drafted["steps"] < 1
-    assert "| mixtral-tiny | 3 draft tokens |" in capsys.readouterr().out
-
-
-def test_arrivals_have_the_given_rate() -> None:
-    arrivals = latency.draw_arrivals(50.0, 4000, latency.random.Random(3))
-    assert len(arrivals) / arrivals[-1] == pytest.approx(50, rel=0.1)
-    assert sorted(arrivals) == arrivals
+        pairs = zip(row["rounds"], rows[0]["rounds"], strict=True)
+        assert row["ratio"] == pytest.approx(statistics.median(own["rate"] / base["rate"] for own, base in pairs))
+        assert row["rate"] == statistics.median(each["rate"] for each in row["rounds"])
+        assert 0 <= row.get("idle", 0) < 1
+    if table == "speculation":
+        assert (rows[0]["accepted"], rows[0]["steps"]) == (0, 1)
+        assert 0 < rows[1]["accepted"] <= 1
+        assert rows[1]["steps"] < 1
+    if table == "kv_store":
+        assert rows[1]["computed"] < rows[0]["computed"] <= 1
+    assert f"| {ways[1]} |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,18 +1,18 @@
-"""The report: tables between comments, the last row of each measurement, plots to scale."""
+"""The report: the table between comments, the last row of each cell, bars to scale."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from moeserve import cli
 from moeserve.bench import report
-from moeserve.bench.harness import save
+from moeserve.bench.harness import read_jsonl, save
+from moeserve.bench.plots import COLOURS, Panel, save_bars
 
-SVG = "{http://www.w3.org/2000/svg}"
 MACHINE = {
     "date": "2026-01-02T03:04:05+00:00", "cpu": "A CPU", "cores": 2, "threads": 2, "isa": ["avx2"], "python": "3.11",
     "commit": "0123abc",
@@ -20,6 +20,21 @@ MACHINE = {
 }  # fmt: skip
 SETTINGS = {"vllm": {"threads": 2, "preloaded": ["libtcmalloc.so", "libiomp5.so"]}}
 WITHOUT = {"llama.cpp-bf16": "not installed; run: something"}
+
+
+QUANTISED_AND_8 = [
+    [
+        "some-model",
+        "avx2",
+        "decode, batch 1, quantised",
+        "40.0 (40%)",
+        "70.0 (70%)",
+        "20.0 (20%)",
+        "2.00 vllm (1.15)",
+        "0.97",
+    ],
+    ["some-model", "avx2", "decode, batch 8", "50.0 (50%)", "", "80.0 (80%)", "0.62 vllm (1.15)", "0.97"],
+]
 
 
 def throughput_row(cell: str, rates: dict[str, float], limit: float = 100.0) -> dict[str, Any]:
@@ -50,7 +65,6 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "benchmarks.md").write_text(
         "Before.\n<!-- begin throughput -->\nold\n<!-- end throughput -->\nAfter.\n"
-        "<!-- begin moe -->\n<!-- end moe -->\n"
     )
     save(
         tmp_path / "results" / "throughput.jsonl",
@@ -69,62 +83,96 @@ def test_tables_are_replaced_and_the_last_row_counts(checkout: Path, capsys: pyt
     arguments = ["bench", "report", "--results", str(checkout / "results"), "--document", str(document)]
     assert cli.main(arguments) == 0
     text = document.read_text()
-    assert text.startswith("Before.\n<!-- begin throughput -->\n**some-model**")
-    assert "<!-- end throughput -->\nAfter.\n" in text
+    assert text.startswith("Before.\n<!-- begin throughput -->\n| model")
+    assert text.endswith("<!-- end throughput -->\nAfter.\n")
     assert "old" not in text
-    lines = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    goal = "moeserve / best peer (goal)"
-    assert ["cell", "moeserve", "moeserve-int8", "vllm", goal, "reached"] in lines
-    goals = ["2.00 vllm (1.15)", "0.97"]
-    assert ["decode, batch 1, quantised", "40.0 (40%)", "70.0 (70%)", "20.0 (20%)", *goals] in lines
-    assert ["decode, batch 1", "90.0 (90%)", "", "60.0 (60%)", "1.50 vllm (1.15)", "0.97"] in lines
-    assert "llama.cpp-bf16 (not installed; run: something)" in text
-    for fact in ("2026-01-02, A CPU, 2 cores (avx2), 2 threads", "commit 0123abc", "moeserve 0.1.0, torch 2.13"):
-        assert fact in text
-    assert "vllm 1.0 (libtcmalloc.so and libiomp5.so preloaded)" in text
-    assert "<!-- begin moe -->\nNo results yet.\n<!-- end moe -->" in text
-    assert "plots/throughput-some-model.svg" in capsys.readouterr().out
+    head, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
+    engines = ["moeserve", "moeserve-int8", "vllm"]
+    assert head == ["model", "kernels", "cell", *engines, "moeserve / best peer (goal)", "reached"]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        *QUANTISED_AND_8,
+        ["some-model", "avx2", "decode, batch 1", "90.0 (90%)", "", "60.0 (60%)", "1.50 vllm (1.15)", "0.97"],
+    ]
+    fact = "2026-01-02, A CPU (avx2), 2 threads, commit 0123abc: moeserve 0.1.0, torch 2.13, vllm 1.0.\n"
+    assert fact in text
+    assert capsys.readouterr().out == f"{document}\n"  # no chart without prompts
     assert cli.main(arguments) == 0
     assert document.read_text() == text  # again changes nothing
 
 
-def test_each_instruction_set_has_tables_of_its_own(checkout: Path) -> None:
+def test_goals_of_several_precisions_share_a_line() -> None:
+    row = throughput_row("decode, batch 1", {"vllm": 10.0, "moeserve": 12.0, "moeserve-int8": 21.0})
+    row["ratios"].append({"engine": "moeserve-int8", "baseline": "llama.cpp-q8_0", "median": 0.9})
+    of_int8 = row["goal"] | {"best_peer": "llama.cpp-q8_0", "ratio": 1.1, "reached": 0.82}
+    row["goals"] = {"moeserve": row.pop("goal"), "moeserve-int8": of_int8}
+    assert report.goal_cells(row) == ("1.20 vllm (1.15); 0.90 llama.cpp-q8_0 (1.1)", "0.97; 0.82")
+    row["environment"] = MACHINE | {"cpu_family": 25, "cpu_model": 1}
+    assert "A CPU (family 25, model 1, avx2)" in report.machines([row])[0]
+
+
+def test_each_instruction_set_has_lines_of_its_own(checkout: Path) -> None:
     row = throughput_row("decode, batch 1", {"vllm": 10.0, "moeserve": 30.0})
-    save(checkout / "results" / "throughput.jsonl", [row | {"environment": MACHINE | {"kernels": "amx"}}])
-    documents = {path.name for path in report.write_report(checkout / "results", checkout / "docs" / "benchmarks.md")}
+    path = checkout / "results" / "throughput.jsonl"
+    prompts = throughput_row("prefill, batch 4", {"vllm": 10.0, "moeserve": 30.0})
+    save(path, [row | {"environment": MACHINE | {"kernels": "amx"}}, prompts])
+    written = report.write_report(path, checkout / "docs" / "benchmarks.md")
+    assert [each.name for each in written] == ["benchmarks.md", "throughput.svg", "throughput-dark.svg"]
     text = (checkout / "docs" / "benchmarks.md").read_text()
-    assert "**some-model**, tokens" in text
-    assert "**some-model, amx**, tokens" in text
-    assert "| 90.0 (90%)" in text
-    assert "| 30.0 (30%)" in text
-    assert "(avx2; moeserve's kernels: amx)" in text
-    assert documents >= {"throughput-some-model.svg", "throughput-some-model-amx.svg"}
+    assert "| avx2 | decode, batch 1 | 90.0 (90%)" in text
+    assert "| amx | decode, batch 1 | 30.0 (30%)" in text
 
 
-def test_plots_are_to_scale(checkout: Path) -> None:
-    report.write_report(checkout / "results", checkout / "docs" / "benchmarks.md")
-    image = ElementTree.parse(checkout / "docs" / "plots" / "throughput-some-model.svg").getroot()
-    bars = [bar for bar in image.findall(f"{SVG}rect") if "x" in bar.attrib]
-    widths = [float(bar.attrib["width"]) for bar in bars]
-    fractions = [0.4, 0.7, 0.2, 0.5, 0.8, 0.9, 0.6]  # of batch 1 quantised, then of batch 8, then of batch 1
-    assert [width / max(widths) for width in widths] == pytest.approx([each / 0.9 for each in fractions], abs=0.01)
-    colours = [bar.attrib["fill"] for bar in bars]
-    assert colours[0] == colours[3]
-    assert len(set(colours[:3])) == 3
-    assert {text.text for text in image.findall(f"{SVG}text")} >= {"moeserve", "vllm", "40.0 (40%)", "decode, batch 8"}
+def test_bars_are_to_scale(checkout: Path) -> None:
+    """Bars for each theme; only models of which prompts were measured too; no engines with other weights."""
+    rows = report.cells_of(read_jsonl(checkout / "results" / "throughput.jsonl"))
+    assert report.panels(rows) == []
+    rows += report.cells_of([throughput_row("prefill, batch 4", {"vllm": 30.0, "moeserve": 45.0})])
+    (panel,) = report.panels(rows)
+    assert panel == Panel(
+        "some-model, avx2",
+        {
+            "decode, batch 8": {"vllm": 0.8, "moeserve": 0.5},
+            "decode, batch 1": {"vllm": 0.6, "moeserve": 0.9},
+            "prefill, batch 4": {"vllm": 0.3, "moeserve": 0.45},
+        },
+    )
+    light, dark = save_bars(checkout / "bars.svg", [panel], "share", "{x:.0%}")
+    for path in (light, dark):
+        image = path.read_text()
+        for name, shares in (("moeserve", [0.5, 0.9, 0.45]), ("vllm", [0.8, 0.6, 0.3])):
+            heights = heights_of(image, COLOURS[name])[:3]  # then the legend's
+            assert [height / max(heights) for height in heights] == pytest.approx([x / max(shares) for x in shares])
+        assert all(f">{text}<" in image for text in ("moeserve", "vllm", "some-model, avx2", "batch 8", "share", "80%"))
+
+
+def heights_of(image: str, colour: str) -> list[float]:
+    """Return the heights of the rectangles that have this colour."""
+    paths = re.findall(
+        r'<path d="M [\d.]+ ([\d.]+) \nL [\d.]+ [\d.]+ \nL [\d.]+ ([\d.]+) [^"]*"[^>]*fill: (#\w+)', image
+    )
+    return [float(bottom) - float(top) for bottom, top, found in paths if found == colour]
 
 
 def test_missing_results_and_unknown_tables_are_refused(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "report", "--results", str(checkout / "nothing")]) == 1
     assert "does not exist" in capsys.readouterr().err
-    with pytest.raises(report.ReportError, match=r"'thruput'.*throughput"):
-        report.fill("<!-- begin thruput -->", [])
+    (checkout / "docs" / "benchmarks.md").write_text("<!-- begin thruput -->")
+    with pytest.raises(report.ReportError, match="no comments 'begin throughput'"):
+        report.write_report(checkout / "results" / "throughput.jsonl", checkout / "docs" / "benchmarks.md")
 
 
-def test_every_table_of_the_documentation_is_known_and_up_to_date() -> None:
+def test_recorded_rows_are_printed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nested figures have joined names; lists and facts of the machine are not shown."""
+    row = {"benchmark": "waits", "model": "m", "waits": {"p99": 0.12345, "all": [1, 2]}, "none": None}
+    save(checkout / "results" / "waits.jsonl", [row | {"environment": MACHINE}])
+    assert cli.main(["bench", "report", "waits", "--results", str(checkout / "results")]) == 0
+    assert capsys.readouterr().out.startswith(
+        "| model | waits p99 | none |\n| :-- | --: | --: |\n| m | 0.123 |  |\n\n2026"
+    )
+
+
+def test_the_table_of_the_documentation_is_up_to_date() -> None:
     root = Path(__file__).parents[2]
     text = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    rows = [row for path in sorted((root / "bench" / "results").glob("*.jsonl")) for row in report.read_jsonl(path)]
+    rows = report.cells_of(read_jsonl(root / "bench" / "results" / "throughput.jsonl"))
     assert report.fill(text, rows) == text
-    for name in report.TABLES:
-        assert f"<!-- begin {name} -->" in text

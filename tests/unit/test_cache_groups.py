@@ -11,14 +11,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
-from test_step_memory import CPU, CountingModel, UnpinnedMemory
+from test_device_copies import CPU, CountingModel, UnpinnedCopies
 
 from moeserve.cache_kind import CacheKind
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rules import CacheGroup, CacheRules, KeepAll, KeepState, KeepWindow, groups_of
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import describe
@@ -27,8 +27,9 @@ from moeserve.protocol import CacheChanges, CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.protocol import GroupFacts, Loaded
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
-from moeserve.worker.step_replay import EagerSteps, StepContext
+from moeserve.worker.step_runner import EagerSteps
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 BLOCK_SIZE, TP = 128, 2
@@ -42,7 +43,7 @@ def rank_of(config: dict[str, Any], folder: Path, rank: int, *, has_float8_cache
     """Return the model of one of two tp ranks, without memory."""
     (folder / "config.json").write_text(json.dumps(config))
     model, groups = describe(folder).model, unconnected(Mesh(tp=TP, dp=1), rank)
-    context = ModelContext(
+    context = BuildContext(
         select_backend(META),
         groups,
         torch.bfloat16,
@@ -62,7 +63,7 @@ def test_caches_hold_what_networks_declare(name: str, has_float8_cache: bool, tm
     num_places = {group.rule.kind: group.num_places for group in tables} | {CacheKind.STATE: 4}
     all_bytes: list[int] = []
     for model in models:
-        caches = model.make_caches(Places(tables, BLOCK_SIZE, num_places[CacheKind.STATE]))
+        caches = model.make_caches(Places(tables, num_places[CacheKind.STATE]))
         assert groups_of(items.rule for of_network in model.cache_items for items in of_network) == rules
         for of_network, cache in zip(model.cache_items, caches, strict=True):
             for items, tensors in zip(of_network, cache.tensors_of_items, strict=True):
@@ -97,15 +98,14 @@ def test_the_engine_learns_the_groups_of_ranks() -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_step_has_the_table_of_each_group(on_gpu: bool) -> None:
     """Requests get blocks that differ between groups, at the beginning and in later plans; slots are used again."""
-    chance, block_size, max_blocks, num_slots = random.Random(0), 4, 8, 5
+    chance, max_blocks, num_slots = random.Random(0), 8, 5
+    block_size = CountingModel().context.block_size
     rules = CacheRules((KeepAll(), KeepWindow(5, block_size), KeepWindow(9, block_size)), KeepState(1))
-    context = StepContext(
-        mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=block_size, max_blocks=max_blocks, device=CPU, rules=rules
-    )
+    context = RankContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, max_blocks=max_blocks, device=CPU, rules=rules)
     table, model = RequestTable(num_slots, max_blocks, len(rules.tables)), cast(Any, CountingModel())
     runner = ModelRunner(model, context, EagerSteps(model, []), table, appends_samples=False)
     if on_gpu:
-        runner.memory = UnpinnedMemory(table, CPU)
+        runner.copies = UnpinnedCopies(table, CPU)
     tables: dict[int, list[list[int]]] = {}
     for _ in range(100):
         slots = chance.sample(range(num_slots), chance.randint(1, num_slots))

@@ -9,12 +9,21 @@ from pathlib import Path
 import check_documents
 import pytest
 
+# Some of what `make check` reads.
+PARTS = (
+    "Makefile",
+    "README.md",
+    "bench/",
+    *(f"moeserve/{name}/" for name in ("api", "cli", "config", "planner", "scheduling", "telemetry")),
+)
+
 
 @pytest.fixture(scope="module")
 def tree() -> check_documents.Tree:
     # Python 3.11 cannot parse while it parses: a finaliser that logs a traceback, of an earlier test, would do that.
     gc.collect()
-    return check_documents.Tree(check_documents.tracked_files(), with_tests=False)
+    files = [name for name in check_documents.tracked_files() if name.startswith(PARTS)]
+    return check_documents.Tree(files, with_tests=False)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +72,8 @@ def test_code_blocks_and_links_of_documents_are_checked(
     tree: check_documents.Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ["```sh", "make nothing && moeserve nothing", "$ moeserve bench moe", "```", "make nothing of it"]
-    document = "\n".join([*lines, "![a](b.svg) [here](README.md#part) [page](https://x.org)"])
+    lines += ["![a](b.svg) [page](https://x.org)", "## A `first` part", "[a](README.md#a-first-part) [b](#part)"]
     monkeypatch.setattr(check_documents, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text(document)
+    (tmp_path / "README.md").write_text("\n".join(lines))
     found = [number for number, _ in tree.missing_in_document("README.md")]
-    assert found == [2, 2, 6]
+    assert found == [2, 2, 6, 8]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from moeserve import cli
 from moeserve.api import default_model
-from moeserve.bench.commands import COMMAND_NAMES
+from moeserve.bench.commands import MODULES as BENCHMARKS
 from moeserve.cli import generate
 from moeserve.cli.engine_args import EngineArgs
 from moeserve.cli.parser import Parser, add_cluster, cluster_of, given
@@ -245,8 +246,11 @@ def test_flags_become_settings_and_sampling_parameters() -> None:
     assert (params.stop, params.logit_bias, params.temperature) == (["a", "b"], {5: -1.5}, 0.5)
 
 
+COMMANDS = [[], *([name] for name in cli.COMMANDS), *(["bench", name] for name in BENCHMARKS)]
+
+
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("command", [[], *([name] for name in cli.COMMANDS), ["bench", COMMAND_NAMES[0]]], ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_fits_the_terminal(
     command: list[str], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +259,13 @@ def test_help_fits_the_terminal(
         cli.main([*command, "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
+
+
+def test_benchmarks_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    _, _, listed = capsys.readouterr().out.partition("NAME\n")
+    summaries = re.findall(r"^    (\w+) +\S.*", listed, re.MULTILINE)
+    assert summaries == list(BENCHMARKS)
 
 
 def test_help_shows_every_setting_under_its_group(capsys: pytest.CaptureFixture[str]) -> None:

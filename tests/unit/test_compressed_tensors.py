@@ -94,7 +94,7 @@ def written_and_read(
         ({"a": "MXFP8", "b": "FP8_BLOCK", "c": "FP8"}, {}, None),
         ({"a": "NVFP4A16"}, {}, "nvfp4"),
         ({"a": "NVFP4"}, {}, "nvfp4"),
-        ({"a": "MXFP4A16"}, {}, "mxfp4"),
+        ({"a": "MXFP4A16"}, {}, "mxfp4 of compressed-tensors"),
         ({"a": "W4A16"}, {"group_size": 32}, "int4 of compressed-tensors"),
         ({"a": "W4A16_ASYM"}, {"group_size": 32}, "int4 of compressed-tensors"),
         ({"a": "W4A16"}, {"group_size": 128}, "int4 of compressed-tensors"),

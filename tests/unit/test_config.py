@@ -469,8 +469,8 @@ def test_settings_of_vllm_without_effect_are_accepted_with_a_warning(
 
 def test_gpu_memory_utilization_has_an_effect_on_gpus_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert decide(**ON_GPU).cache.gpu_memory_utilization == 0.9
-        assert decide(gpu_memory_utilization=0.5, **ON_GPU).cache.gpu_memory_utilization == 0.5
+        assert decide(**ON_GPU).cache.memory_share == 0.9
+        assert decide(gpu_memory_utilization=0.5, **ON_GPU).cache.memory_share == 0.5
         assert not caplog.records
         decide(gpu_memory_utilization=0.5)
     assert "gpu_memory_utilization=0.5" in caplog.text

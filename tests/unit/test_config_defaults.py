@@ -17,7 +17,7 @@ from reference_models import SHAPES, in_the_style_of_the_hub
 
 from moeserve.errors import CheckpointError
 from moeserve.models import config_defaults
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.models.registry import describe, read_facts
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -49,6 +49,7 @@ EXCEPTIONS = {
 }
 
 
+@pytest.mark.slow_but("mixtral", "deepseek-v3", "qwen3", "gpt-oss")
 @pytest.mark.parametrize("is_of_hub", [False, True], ids=["saved", "hub"])
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_a_config_without_a_value_is_read_as_transformers_reads_it(name: str, is_of_hub: bool, tmp_path: Path) -> None:
@@ -60,15 +61,15 @@ def test_a_config_without_a_value_is_read_as_transformers_reads_it(name: str, is
     config = in_the_style_of_the_hub(copy.deepcopy(saved)) if is_of_hub else saved
     text_class = type(SHAPES[name].config().get_text_config())
 
-    def read(outer: dict[str, Any], text: dict[str, Any]) -> ModelConfig | None:
+    def read(outer: dict[str, Any], text: dict[str, Any]) -> ModelSpec | None:
         """Return the shape, or None if the config is refused."""
         values = outer | {"text_config": text} if "text_config" in outer else text
         try:
-            model: ModelConfig = described(tmp_path, values)
+            model: ModelSpec = described(tmp_path, values)
         except CheckpointError:
             return None
         # A checkpoint has MTP layers only if its config says so, unlike the defaults.
-        return dataclasses.replace(model, num_skipped_layers=0, draft_layer=None)
+        return dataclasses.replace(model, num_skipped_layers=0, draft=None)
 
     def completed(text: dict[str, Any]) -> dict[str, Any] | None:
         """Return the text part with transformers' values, or None if transformers refuses it."""

@@ -12,7 +12,7 @@ from reference_models import SHAPES, in_the_style_of_the_hub
 from moeserve import LLM, CheckpointError, SettingsError, cli
 from moeserve.cli.parser import Parser, add_overrides
 from moeserve.models.inspection import inspect
-from moeserve.models.model_config import ModelConfig
+from moeserve.models.model_config import ModelSpec
 from moeserve.models.registry import describe, read_facts, read_generation_defaults
 from moeserve.planner.layout import find_layouts
 
@@ -31,7 +31,7 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
     return folder
 
 
-def shape_of(folder: Path, hf_overrides: dict[str, Any] | None = None) -> ModelConfig:
+def shape_of(folder: Path, hf_overrides: dict[str, Any] | None = None) -> ModelSpec:
     return describe(folder, hf_overrides=hf_overrides).model
 
 

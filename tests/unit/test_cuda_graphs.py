@@ -11,9 +11,9 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from chunks import make_chunk
 from gpu_stand_ins import captured
-from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
@@ -25,10 +25,11 @@ from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
 from moeserve.worker import cuda_graphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
-from moeserve.worker.halves import HalvingLimits
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.overlap import OverlapLimits
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import ChunkStates, RequestTable
-from moeserve.worker.step_replay import StepContext, StepOutputs
+from moeserve.worker.step_runner import StepOutputs
 
 ONE_RANK = Mesh(tp=1, dp=1)
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -83,17 +84,16 @@ class Rank:
         sizes: Sequence[int],
         mesh: Mesh = ONE_RANK,
         tp_rank: int = 0,
-        halving: HalvingLimits = HalvingLimits(),  # noqa: B008 - frozen
+        overlap: OverlapLimits = OverlapLimits(),  # noqa: B008 - frozen
         rules: CacheRules = CacheRules(),  # noqa: B008 - frozen
     ) -> None:
         self.model, self.capture = FakeModel(), FakeCapture()
-        context = StepContext(
+        context = RankContext(
             mesh=mesh,
             tp_rank=tp_rank,
-            block_size=16,
             max_blocks=4,
             device=torch.device("cpu"),
-            halving=halving,
+            overlap=overlap,
             rules=rules,
         )
         model = cast(Any, self.model)
@@ -184,9 +184,9 @@ def test_padding_is_divided_over_the_ranks_of_a_replica() -> None:
     assert padding == [False] * 3 + [True] * 2
 
 
-def test_halves_of_captured_steps() -> None:
+def test_overlap_in_captured_steps() -> None:
     """Graphs of enough rows have halves, in the memory of their inputs; the number of tokens does not matter."""
-    rank = Rank((2, 4), Mesh(tp=1, dp=2), halving=HalvingLimits(decode=4))
+    rank = Rank((2, 4), Mesh(tp=1, dp=2), overlap=OverlapLimits(decode=4))
     assert [len(step.halves) for step in rank.model.steps] == [2, 2, 0, 0]  # each is run and then captured
     rank.graphs(rank.inputs(3, (3, 1), 4))
     first, second = rank.model.steps[-1].halves
@@ -202,7 +202,7 @@ def test_halves_of_captured_steps() -> None:
 
 def test_buffers_are_prepared_for_what_a_graph_dispatches() -> None:
     """The halves of a step may use DeepEP's low-latency kernels although the whole step would not."""
-    rank = Rank((2, 6), Mesh(tp=1, dp=2), halving=HalvingLimits(decode=4))
+    rank = Rank((2, 6), Mesh(tp=1, dp=2), overlap=OverlapLimits(decode=4))
     for num_tokens, size in ((5, 6), (1, 2)):
         rank.graphs(rank.inputs(num_tokens, (num_tokens, 1), size))
     assert rank.model.dispatchers.prepared == [(3, 3), (2, 2)]

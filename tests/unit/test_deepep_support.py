@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from deepep_stand_in import Buffer, Config, ElasticBuffer, stand_in
-from model_context import cpu_context
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh

@@ -17,14 +17,24 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.config.facts import MachineFacts
 from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
+from moeserve.engine import engine as engine_module
 from moeserve.engine import generation, in_flight, restart
-from moeserve.engine.protocol import Delivery, EngineMessage, Ready
-from moeserve.engine.replicas import Replicas
+from moeserve.engine.engine import Engine
+from moeserve.engine.launcher import WorkerGroup
+from moeserve.engine.protocol import FromReplica, Ready
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError
 from moeserve.processes.channel import Channel
 from moeserve.processes.supervision import ProcessPoll, WatchedProcess
-from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import AddRequest, CollectLoad, ReplicaMessage, ReplicaStats, Request, RequestUpdate, Shutdown
+from moeserve.protocol import (
+    AddRequest,
+    CollectLoad,
+    Delivery,
+    ReplicaMessage,
+    ReplicaStats,
+    Request,
+    RequestUpdate,
+    Shutdown,
+)
 from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -56,12 +66,12 @@ class PlayedProcess:
         return self.cause is not None
 
 
-class Engine(PlayedProcess):
+class EngineProcess(PlayedProcess):
     """An engine process that only receives."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.process: WatchedProcess[Any] = WatchedProcess("rank 0", ours, EngineMessage, self)
+        self.process: WatchedProcess[Any] = WatchedProcess("rank 0", ours, FromReplica, self)
         self._channel: Channel[Any] = Channel(theirs, ReplicaMessage)
         self._channel.send(Ready(num_blocks=10**4))
         self._received: list[Any] = []
@@ -93,10 +103,10 @@ class Engine(PlayedProcess):
 
 
 class Machine:
-    """Starts worker groups of one engine process, or raises the faults that the test has set."""
+    """A `Launcher` of one engine process, which raises the faults that the test has set."""
 
     def __init__(self) -> None:
-        self.engines: list[Engine] = []
+        self.engines: list[EngineProcess] = []
         self.num_starts = 0
         self.num_closed = 0
         self.sizes: list[int] = []  # of all starts
@@ -110,10 +120,8 @@ class Machine:
             raise self.faults.pop(0)
         if self.lasting_fault:
             raise self.lasting_fault
-        self.engines.append(Engine())
-        group = WorkerGroup()
-        group.engines.append(self.engines[-1].process)
-        return group
+        self.engines.append(EngineProcess())
+        return WorkerGroup([self.engines[-1].process])
 
     def close(self) -> None:
         self.num_closed += 1
@@ -132,15 +140,15 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def engine(machine: Machine) -> Replicas:
-    return Replicas(RESTARTING, machine.start, config_of=config_of, close=machine.close)
+def engine(machine: Machine) -> Engine:
+    return Engine(RESTARTING, machine, config_of=config_of)
 
 
 def request(name: str) -> Request:
     return Request(request_id=name, prompt_token_ids=[1], params=RequestParams(), seed=0)
 
 
-def test_requests_continue_on_new_processes_after_the_tokens_that_came(engine: Replicas, machine: Machine) -> None:
+def test_requests_continue_on_new_processes_after_the_tokens_that_came(engine: Engine, machine: Machine) -> None:
     for name in ("begun", "new", "aborted"):
         engine.add(request(name))
     machine.engines[0].send(RequestUpdate(request_id="begun", token_ids=[5, 6]))
@@ -160,7 +168,7 @@ def test_requests_continue_on_new_processes_after_the_tokens_that_came(engine: R
 
 
 @pytest.mark.parametrize("text", [dict(cache_salt="\ud800"), dict(request_id="\udc00")])
-def test_a_request_that_cannot_be_encoded_leaves_nothing(engine: Replicas, machine: Machine, text: Any) -> None:
+def test_a_request_that_cannot_be_encoded_leaves_nothing(engine: Engine, machine: Machine, text: Any) -> None:
     with pytest.raises(RequestError):
         engine.add(msgspec.structs.replace(request("bad"), **text))
     assert not engine.has_work
@@ -169,7 +177,7 @@ def test_a_request_that_cannot_be_encoded_leaves_nothing(engine: Replicas, machi
     assert machine.engines[0].received == ["bad"]
 
 
-def test_requests_end_after_several_failures_without_a_token(engine: Replicas, machine: Machine) -> None:
+def test_requests_end_after_several_failures_without_a_token(engine: Engine, machine: Machine) -> None:
     engine.add(request("poison"))
     for number in range(in_flight.MAX_FRUITLESS_RESTARTS + 1):
         machine.engines[number].cause = f"cause {number}"
@@ -179,7 +187,7 @@ def test_requests_end_after_several_failures_without_a_token(engine: Replicas, m
     assert all(f"cause {in_flight.MAX_FRUITLESS_RESTARTS}" in str(update.error) for update in ends)
 
 
-def test_a_request_beside_a_poisonous_one_continues(engine: Replicas, machine: Machine) -> None:
+def test_a_request_beside_a_poisonous_one_continues(engine: Engine, machine: Machine) -> None:
     """Restarts end, although another request gets tokens between the failures."""
     engine.add(request("poison"))
     engine.add(request("healthy"))
@@ -194,7 +202,7 @@ def test_a_request_beside_a_poisonous_one_continues(engine: Replicas, machine: M
     assert [each for update in updates for each in update.token_ids] == machine.engines[-1].requests[0].output_token_ids
 
 
-def test_a_poisonous_request_alone_ends_before_the_next_restart(engine: Replicas, machine: Machine) -> None:
+def test_a_poisonous_request_alone_ends_before_the_next_restart(engine: Engine, machine: Machine) -> None:
     engine.add(request("poison"))
     for number in range(in_flight.MAX_FRUITLESS_RESTARTS + 1):
         machine.engines[number].kill()
@@ -206,7 +214,7 @@ def test_a_poisonous_request_alone_ends_before_the_next_restart(engine: Replicas
 
 
 def test_a_restart_ends_soon_if_the_engine_is_to_end(
-    engine: Replicas, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restart, "SECONDS_TO_RESTART", 1000.0)
     engine.add(request("begun"))
@@ -219,7 +227,7 @@ def test_a_restart_ends_soon_if_the_engine_is_to_end(
     assert machine.num_starts == 2
 
 
-def test_ctrl_c_during_a_restart_loses_nothing(engine: Replicas, machine: Machine) -> None:
+def test_ctrl_c_during_a_restart_loses_nothing(engine: Engine, machine: Machine) -> None:
     engine.add(request("begun"))
     machine.engines[0].send(RequestUpdate(request_id="begun", token_ids=[5, 6]))
     machine.engines[0].kill()
@@ -230,7 +238,7 @@ def test_ctrl_c_during_a_restart_loses_nothing(engine: Replicas, machine: Machin
     assert [added.output_token_ids for added in machine.engines[1].requests] == [[5, 6]]
 
 
-def test_a_restart_collects_loads_again(engine: Replicas, machine: Machine) -> None:
+def test_a_restart_collects_loads_again(engine: Engine, machine: Machine) -> None:
     engine.add(request("one"))
     engine.collect_load()
     machine.engines[0].kill()
@@ -240,7 +248,7 @@ def test_a_restart_collects_loads_again(engine: Replicas, machine: Machine) -> N
     assert CollectLoad() in machine.engines[1].messages
 
 
-def test_loads_that_cannot_come_raise_a_named_error(engine: Replicas, machine: Machine) -> None:
+def test_loads_that_cannot_come_raise_a_named_error(engine: Engine, machine: Machine) -> None:
     engine.collect_load()
     machine.engines[0].kill()
     with pytest.raises(EngineError, match="killed by SIGKILL"):
@@ -251,7 +259,7 @@ def test_loads_that_cannot_come_raise_a_named_error(engine: Replicas, machine: M
 
 
 def test_a_wake_up_is_for_the_next_step_and_ends_no_other_wait(
-    engine: Replicas, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.add(request("one"))
     engine.collect_load()
@@ -273,7 +281,7 @@ def test_a_wake_up_is_for_the_next_step_and_ends_no_other_wait(
 
 @pytest.mark.parametrize("how", [CONFIG, RESTARTING])
 def test_a_failure_without_requests_is_noticed_when_free_blocks_are_read(machine: Machine, how: EngineConfig) -> None:
-    engine = Replicas(how, machine.start, config_of=config_of)
+    engine = Engine(how, machine, config_of=config_of)
     machine.engines[0].kill()
     engine.num_free_blocks  # noqa: B018
     assert machine.num_starts == 1
@@ -287,7 +295,7 @@ def test_a_failure_without_requests_is_noticed_when_free_blocks_are_read(machine
     assert engine.refusal
 
 
-def test_ends_are_not_lost_where_no_new_processes_can_be_started(engine: Replicas, machine: Machine) -> None:
+def test_ends_are_not_lost_where_no_new_processes_can_be_started(engine: Engine, machine: Machine) -> None:
     engine.add(request("one"))
     machine.engines[0].kill()
     machine.lasting_fault = EngineError("no node")
@@ -300,7 +308,7 @@ def test_ends_are_not_lost_where_no_new_processes_can_be_started(engine: Replica
     assert machine.engines[1].received == ["three"]
 
 
-def test_a_start_that_fails_is_tried_again(engine: Replicas, machine: Machine) -> None:
+def test_a_start_that_fails_is_tried_again(engine: Engine, machine: Machine) -> None:
     machine.engines[0].kill()
     machine.faults = [EngineError("no node"), SettingsError("no room"), CheckpointError("half there")]
     engine.add(request("one"))
@@ -308,7 +316,7 @@ def test_a_start_that_fails_is_tried_again(engine: Replicas, machine: Machine) -
     assert machine.engines[1].received == ["one"]
 
 
-def test_after_the_deadline_the_last_fault_is_raised(engine: Replicas, machine: Machine) -> None:
+def test_after_the_deadline_the_last_fault_is_raised(engine: Engine, machine: Machine) -> None:
     machine.engines[0].kill()
     machine.faults = [EngineError("not this one")]
     machine.lasting_fault = SettingsError("the nodes have no room")
@@ -318,7 +326,7 @@ def test_after_the_deadline_the_last_fault_is_raised(engine: Replicas, machine: 
     assert machine.num_starts > 3
 
 
-def test_a_fault_of_our_own_is_not_tried_again(engine: Replicas, machine: Machine) -> None:
+def test_a_fault_of_our_own_is_not_tried_again(engine: Engine, machine: Machine) -> None:
     machine.engines[0].kill()
     machine.lasting_fault = KeyError("slip")
     with pytest.raises(KeyError):
@@ -329,11 +337,11 @@ def test_a_fault_of_our_own_is_not_tried_again(engine: Replicas, machine: Machin
 def test_the_first_start_is_tried_once_and_closes_what_it_used(machine: Machine) -> None:
     machine.lasting_fault = CheckpointError("no such model")
     with pytest.raises(CheckpointError):
-        Replicas(RESTARTING, machine.start, config_of=config_of, close=machine.close)
+        Engine(RESTARTING, machine, config_of=config_of)
     assert (machine.num_starts, machine.num_closed) == (1, 1)
 
 
-def test_shutdown_ends_the_processes_and_closes_once(engine: Replicas, machine: Machine) -> None:
+def test_shutdown_ends_the_processes_and_closes_once(engine: Engine, machine: Machine) -> None:
     machine.engines[0].kill()
     engine.add(request("one"))
     assert machine.num_closed == 0
@@ -346,15 +354,28 @@ def test_shutdown_ends_the_processes_and_closes_once(engine: Replicas, machine: 
     assert machine.num_starts == 2
 
 
+@pytest.mark.parametrize("reports_hangs", [False, True])
+def test_silence_is_a_failure_unless_replicas_report_hangs(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, reports_hangs: bool
+) -> None:
+    """Such as a replica in this process whose only request waits for blocks of another engine."""
+    engine = Engine(CONFIG, machine, config_of=config_of)
+    engine.add(request("one"))
+    engine._generation.group.reports_hangs = reports_hangs
+    monkeypatch.setattr(engine_module, "MOST_SILENT_STEPS", 0)
+    engine.num_free_blocks  # noqa: B018
+    assert engine.has_failed != reports_hangs
+
+
 def test_an_engine_that_does_not_restart_refuses_requests_after_a_failure(machine: Machine) -> None:
-    engine = Replicas(CONFIG, machine.start, config_of=config_of)
+    engine = Engine(CONFIG, machine, config_of=config_of)
     machine.engines[0].kill()
     with pytest.raises(EngineError, match="killed by SIGKILL"):
         engine.add(request("one"))
     assert machine.num_starts == 1
 
 
-def test_a_fork_starts_and_closes_nothing(engine: Replicas, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_starts_and_closes_nothing(engine: Engine, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.engines[0].kill()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_context import cpu_context
 
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement, copies_in_turn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -93,6 +94,13 @@ def test_what_cannot_be_sliced_is_whole_or_refused(options: dict[str, Any], numb
     with pytest.raises(SettingsError) as refusal:
         resolve(MIXTRAL, numbers, **options, expert_parallel=False)
     assert named in str(refusal.value)
+
+
+def test_experts_whose_outputs_are_normalised_are_whole() -> None:
+    shape = dataclasses.replace(MIXTRAL, has_output_norm=True)
+    assert resolve(shape, CPU, tensor_parallel_size=2)
+    with pytest.raises(SettingsError, match="norms of the outputs of experts"):
+        resolve(shape, CPU, tensor_parallel_size=2, expert_parallel=False)
 
 
 def test_one_rank_and_models_without_experts_have_nothing_to_slice() -> None:

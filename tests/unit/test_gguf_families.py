@@ -49,10 +49,24 @@ CHANGES: dict[str, dict[str, Any]] = {
     "step3p7-odd": dict(query_pre_attn_scalar=12),
     "jamba": {},
     "dbrx": {},
+    "hy-v3": {},
+    "hy-v3-odd": {},
+    "solar-open": {},
+    "glm4-moe-lite": {},
+    "deepseek-v32": {},
+    "deepseek-ocr2": dict(routed_scaling_factor=1.5),
+    "deepseek-ocr2-odd": {},
+    "gemma4": {},
+    "gemma4-odd": {},
+    "cohere2-moe": dict(expert_selection_fn="sigmoid"),
+    "minimax-m3": dict(swiglu_limit=7.0),
+    "minimax-m3-odd": {},
+    "minimax": dict(full_attn_beta_factor=1.0, linear_attn_beta_factor=1.0, mlp_beta_factor=1.0),
     "qwen3.5-moe": dict(linear_num_value_heads=6, linear_value_head_dim=6),
 }
 
 
+@pytest.mark.slow_but("gpt-oss", "minimax-m2", "jamba", "deepseek", "qwen3")
 @pytest.mark.parametrize("name", CHANGES)
 def test_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))

@@ -46,9 +46,12 @@ def test_layers_are_left_out_where_they_do_not_fit() -> None:
 
 def test_engine_may_be_as_far_from_float32_as_transformers_is() -> None:
     exact = torch.tensor([-1.0, -2.0])
-    assert engine.figures(exact + 0.02, exact + torch.tensor([0.01, -0.01]), exact)["wrong"] == []
+    rounded, best = exact + torch.tensor([0.01, -0.01]), exact + torch.tensor([0.0, 0.05])
+    assert engine.figures(exact + 0.02, rounded, exact, best)["wrong"] == []
     for wrong in (exact + 0.04, exact * float("nan")):
-        assert engine.figures(wrong, exact + 0.01, exact)["wrong"]
+        assert len(engine.figures(wrong, rounded, exact, best)["wrong"]) == 1
+    assert engine.figures(exact, rounded, exact, best + 0.05)["wrong"], "another token is more likely"
+    assert engine.figures(exact, exact, exact, best)["wrong"], "in float32 the tokens must be the best"
 
 
 def test_comparisons_are_valid_and_each_process_has_one_checkpoint_and_dtype() -> None:
@@ -149,7 +152,7 @@ def program(tmp_path: Path) -> tuple[str, ...]:
 
 def test_each_fault_is_named_and_fails_one_item(program: tuple[str, ...]) -> None:
     found: list[dict[str, Any]] = []
-    part = Part("checks", "cases", num_processes=8, item_seconds=3)
+    part = Part("checks", "cases", 60, num_processes=8, item_seconds=3)
     run_part(part, 60.0, JOB, found.append, program)
     rows = {row["name"]: row for row in found if "name" in row}
     failed = {name: row for name, row in rows.items() if row["status"] == "failed"}
@@ -170,14 +173,14 @@ def test_each_fault_is_named_and_fails_one_item(program: tuple[str, ...]) -> Non
 @pytest.mark.slow
 def test_items_that_do_not_begin_are_left_out(program: tuple[str, ...]) -> None:
     found: list[dict[str, Any]] = []
-    run_part(Part("checks", "cases", 5, item_seconds=60), 8.0, JOB, found.append, program)
+    run_part(Part("checks", "cases", 8, 5, item_seconds=60), 8.0, JOB, found.append, program)
     rows = {row["name"]: row for row in found if "name" in row}
     assert {rows[name]["status"] for name in ("hangs", "after 4")} == {"left out"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_ends_with_one_sentence() -> None:
-    command = [sys.executable, "-m", "moeserve.bench.gpu.run", "first"]
+    command = [sys.executable, "-m", "moeserve.bench.gpu.run"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("error: ")
@@ -195,28 +198,23 @@ def test_why_it_cannot_run(name: str, version: str, monkeypatch: pytest.MonkeyPa
     assert f"{name} {version}".strip() in str(run.why_not(needs_gpu=False))
 
 
-def test_stages_take_the_time_that_they_promise() -> None:
-    assert sum(run.STAGES["first"].values()) <= 340
-    assert sum(run.STAGES["second"].values()) <= 350
-    assert list(run.STAGES["all"]) == list(PARTS)
-    assert run.read_parts("checks:90,throughput:60") == {"checks": 90, "throughput": 60}
-
-
 class Runs:
     """Runs of the benchmark whose parts are played."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
         self.asked: list[Job] = []
-        self.results: dict[str, list[dict[str, Any]]] = {}  # rows by item of `checks`; `probe` has the first one
+        self.seconds: dict[str, float] = {}
+        self.results: dict[str, list[dict[str, Any]]] = {}  # rows by item of `checks`; `steps` has the first one
         self.environment: dict[str, Any] = {"gpu": {"name": "No GPU 9000"}, "versions": {}, "commit": "abc"}
         monkeypatch.setattr(run, "why_not", lambda needs_gpu: None)
         monkeypatch.setattr(limits, "gpu_environment", lambda commit, has_gpu: self.environment)
         monkeypatch.setattr(run, "run_part", self._take)
 
-    def _take(self, part: Part, seconds: float, job: Job, report: Any, *_: Any) -> None:
+    def _take(self, part: Part, seconds: float, job: Job, report: Any, **_: Any) -> None:
         self.asked.append(job)
-        items = {"checks": list(self.results), "probe": list(self.results)[:1]}.get(part.name, [])
+        self.seconds[part.name] = seconds
+        items = {"checks": list(self.results), "steps": list(self.results)[:1]}.get(part.name, [])
         for item in [item for item in items if item not in job.finished]:
             for row in self.results[item]:
                 report({"name": item, "item": item} | row)
@@ -236,30 +234,33 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(tmp_path / "gpu.jsonl", monkeypatch)
 
 
-def test_second_stage_repeats_failures_and_measurements(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_runs_repeat_failures_and_measurements(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = {"status": "passed", "lines": ["4 cases"]}, {"status": "failed", "wrong": ["rms_norm, 1 x 4096"]}
     late = {"status": "left out", "reason": "no time was left"}
     runs.results = {"good": [good], "bad": [good, {"name": "second row"} | bad], "late": [late]}
-    assert runs("first", "--seed", "5") == 1
-    assert [job.part for job in runs.asked] == list(run.STAGES["first"])
-    assert {job.models for job in runs.asked} == {("Qwen3-30B-A3B",)}
+    assert runs("--seed", "5", "--seconds", "350") == 1
+    assert [job.part for job in runs.asked] == list(PARTS)
+    for name, part in PARTS.items():  # parts that end early leave their time to later ones
+        assert runs.seconds[name] >= part.seconds / 2 - 1
     printed = capsys.readouterr().out
     for fact in ("4 cases", "rms_norm, 1 x 4096", "No GPU 9000, commit abc, seed 5", "failed: second row", "late"):
         assert fact in printed
-    assert runs("first") == 1, "an earlier failure counts"
+    assert runs() == 1, "an earlier failure counts"
     assert {job.seed for job in runs.asked} == {5}
     assert runs.asked[1].finished == ("bad", "good")
 
     runs.environment["commit"] = "mended"
     runs.results |= {"bad": [good], "late": [good]}
-    assert runs("second") == 0
+    assert runs("--retry") == 0
     finished = {job.part: job.finished for job in runs.asked}
     assert finished["checks"] == ("good",), "of another commit"
-    assert finished["throughput"] == ()
+    assert finished["steps"] == ()
     assert "failed: nothing" in capsys.readouterr().out
-    runs("--parts", "probe:9,checks:9")
-    assert {job.part: job.finished for job in runs.asked} == {"probe": (), "checks": ("bad", "late")}, "of this commit"
-    runs("second", "--seed", "6")
+    runs("--only", "steps", "--only", "checks", "--seconds", "18")
+    assert {job.part: job.finished for job in runs.asked} == {"steps": ("good",), "checks": ("bad", "late")}, (
+        "of this commit"
+    )
+    runs("--retry", "--seed", "6")
     assert not any(job.finished for job in runs.asked), "another seed repeats everything"
     start = runs.lines()[0]
     assert (start["kind"], start["environment"]["gpu"]) == ("start", runs.environment["gpu"])
@@ -269,7 +270,19 @@ def test_second_stage_repeats_failures_and_measurements(runs: Runs, capsys: pyte
 def test_run_that_is_killed_at_any_moment_is_continued(tmp_path: Path) -> None:
     """Runs are killed after some lines of output, and their last line is cut off. The last run completes the items."""
     path, draw, before = tmp_path / "gpu.jsonl", random.Random(1), []
-    options = ["--rehearse", "--parts", "checks:300", "--match", "or", "--json", str(path), "--commit", "abc123"]
+    options = [
+        "--rehearse",
+        "--only",
+        "checks",
+        "--seconds",
+        "300",
+        "--match",
+        "or",
+        "--json",
+        str(path),
+        "--commit",
+        "abc123",
+    ]
     command = [sys.executable, "-m", "moeserve.bench.gpu.run", *options]
     for awaited in ("checks: ", "passed", "passed"):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -320,14 +333,14 @@ def test_throughput_of_a_tiny_model_on_a_cpu(name: str, monkeypatch: pytest.Monk
     """The idle time of a step is the rest of its time without the profiler."""
     monkeypatch.setattr(throughput, "rate_measure", lambda kind, generate, workload: lambda: 100.0 * workload.batch)
     monkeypatch.setattr(throughput, "kernel_seconds", lambda *args: {"matmul": 2e-3, "attend": 5e-3})
-    limits_row, decode, prefill = throughput.measure(name, lambda: 100.0, on_cpu=True)
+    limits_row, decode, prefill = throughput.measure(throughput.Model(name), lambda: 100.0, on_cpu=True)
     assert limits_row["limits"]["copy_bandwidth"] > 0
     assert decode["name"] == f"{name}, decode, 2 x 3, sampled"
     assert decode["step"]["terms"] == {throughput.WAITS: pytest.approx(3e-3), "matmul": 2e-3, "attend": 5e-3}
     assert decode["bound"] > 0
     assert prefill["name"] == f"{name}, prefill of 5"
     assert "step" not in prefill
-    _, *late = throughput.measure(name, lambda: 0.0, on_cpu=True)
+    _, *late = throughput.measure(throughput.Model(name), lambda: 0.0, on_cpu=True)
     assert {row["status"] for row in late} == {"left out"}
     assert json.dumps([decode, prefill, *late], allow_nan=False)
 

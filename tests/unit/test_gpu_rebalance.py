@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from load_windows import of_counts
-from model_context import cpu_context
 from thread_ranks import ThreadGroup, run
 from torch import Tensor
 

@@ -50,6 +50,7 @@ def num_bytes() -> int:
     return sum(each.memory_full_info().uss for each in [this, *this.children(recursive=True)])
 
 
+@pytest.mark.slow
 def test_refused_grammars_leave_no_memory_behind(grammars: Grammars) -> None:
     assert not check(grammars, "a+")
     before = num_bytes()

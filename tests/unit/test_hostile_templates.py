@@ -45,6 +45,7 @@ def text_of(template: str) -> str:
     return render(template, messages, None, add_generation_prompt=True, special_tokens={}, arguments={})
 
 
+@pytest.mark.slow_but("multiplied", "center")
 @pytest.mark.parametrize("name", list(TEMPLATES))
 def test_a_template_that_runs_away_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="chat template"):

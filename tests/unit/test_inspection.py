@@ -16,7 +16,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from moeserve import cli
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import SettingsError
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.checkpoint.names import Translation
@@ -83,6 +83,7 @@ FIGURES = {
     "Llama-4-Scout": Figures(109, 17, 2 * 48 * 8 * 128),
     "Llama-4-Maverick": Figures(400, 17, 2 * 48 * 8 * 128),
     "Step-3.7-Flash": Figures(196, 11, 2 * 45 * 8 * 128),  # of the language model
+    "Step-3.5-Flash": Figures(196, 11, 2 * 45 * 8 * 128),
     "Kimi-Linear-48B-A3B": Figures(  # arXiv 2510.26692; its tensors have 49.1 billion
         49.1, 3, 7 * 576, states=20 * (2 * 3 * 3 * 4096 + 4 * 32 * 128 * 128), rounding=0.2
     ),
@@ -104,11 +105,23 @@ FIGURES = {
     "Gemma-4-26B-A4B": Figures(25.2, 3.8, 2 * (25 * 8 * 256 + 5 * 2 * 512)),  # model card; of the language model
     "MiMo-V2-Flash": Figures(309, 15, (9 * 4 + 39 * 8) * (192 + 128)),  # model card, without MTP layers
     "Phi-3.5-MoE": Figures(41.9, 6.6, 2 * 32 * 8 * 128),  # model card
+    # transformers has the configs of these seven, whose names have their sizes; all experts of LongCat are no zero ones
+    "LongCat-Flash": Figures(560, 31.3, 2 * 28 * 576),  # arXiv 2509.01322
+    "Solar-Open-100B": Figures(102.6, 12, 2 * 48 * 8 * 128),  # model card
+    "A.X-K1": Figures(519, 33, 61 * 576),  # model card
+    "Beam-1.0-501B-A23B": Figures(501, 23, 2 * 52 * 8 * 128),
+    "Mellum2-12B-A2.5B": Figures(12, 2.5, 2 * 28 * 4 * 128),
+    "Laguna-XS.2": Figures(33, 3, 2 * 40 * 8 * 128, rounding=0.2),  # in whole billions
+    "JetMoE-8B": Figures(8.52, 2.2, 2 * 24 * 16 * 128),  # arXiv 2404.07413
+    "DBRX": Figures(132, 36, 2 * 40 * 8 * 128),  # model card
+    "MiniMax-M1": Figures(456, 45.9, 2 * 10 * 8 * 128, states=70 * 4 * 64 * 128 * 128),  # arXiv 2506.13585
+    "K-EXAONE-236B-A23B": Figures(236, 23, 2 * 48 * 8 * 128),
     "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
     "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),
 }
 
 
+@pytest.mark.slow_but("DeepSeek-V3]", "Mixtral-8x7B", "Qwen3-Next", "gpt-oss-20b", "MiniMax-M1")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_figures(name: str, tmp_path: Path) -> None:
     """Authors round, and count embeddings and multi-token prediction in one way or the other."""
@@ -205,12 +218,13 @@ def spelled_out(prefix: str, names: str, num_experts: int) -> set[str]:
     return found
 
 
+@pytest.mark.slow_but("Mixtral", "DeepSeek-V3]")
 @pytest.mark.parametrize("model", NAMES)
 def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) -> None:
     description = describe(folder_of(tmp_path, PUBLISHED[model]))
     placements = description.model.place_experts(1)
     meta = torch.device("meta")
-    context = ModelContext(select_backend(meta), groups_of_one_rank(), torch.bfloat16, meta)
+    context = BuildContext(select_backend(meta), groups_of_one_rank(), torch.bfloat16, meta)
     decoder = Decoder(
         description.model, placements, TorchDispatchers("local", groups_of_one_rank().ep, context), context
     )
@@ -234,7 +248,7 @@ def test_no_rank_begins_inside_a_block_of_8_bit_floats(model: str, tmp_path: Pat
     meta, num_ranks = torch.device("meta"), max(size for size in description.model.tensor_parallel_sizes if size <= 8)
     tp = SimpleNamespace(rank_in_group=num_ranks - 1, world_size=num_ranks)
     groups = dataclasses.replace(groups_of_one_rank(), tp=cast(Any, tp))
-    context = ModelContext(select_backend(meta), groups, torch.bfloat16, meta, quantization="fp8")
+    context = BuildContext(select_backend(meta), groups, torch.bfloat16, meta, quantization="fp8")
     config = description.model
     decoder = Decoder(config, config.place_experts(1), TorchDispatchers("local", groups.ep, context), context)
     allocate_weights(decoder)

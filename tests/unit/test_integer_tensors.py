@@ -17,8 +17,7 @@ from moeserve import CheckpointError
 from moeserve.layers.rows import Destination, whole
 from moeserve.layers.rows import some_columns as columns
 from moeserve.layers.rows import some_rows as rows
-from moeserve.models.checkpoint import loading as weight_loading
-from moeserve.models.checkpoint.loading import Destinations, load_weights
+from moeserve.models.checkpoint.loading import PIECE_VALUES, Destinations, load_weights
 from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
 from moeserve.models.config_values import ConfigValues
@@ -37,23 +36,22 @@ def random(num_outputs: int, num_inputs: int, group_size: int) -> Quantized:
     return quantize(weight_OI, group_size)
 
 
-def load(folder: Path, stored: Stored, quantization: object, *places: Destination) -> None:
+def load(
+    folder: Path, stored: Stored, quantization: object, *places: Destination, piece_values: int = PIECE_VALUES
+) -> None:
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    into = {"a.weight": list(places)}
-    load_weights(open_checkpoint(folder, format_of(quantization)), Destinations(into), show_progress=False)
+    checkpoint, into = open_checkpoint(folder, format_of(quantization)), Destinations({"a.weight": list(places)})
+    load_weights(checkpoint, into, show_progress=False, piece_values=piece_values)
 
 
 @pytest.mark.parametrize("group_size", [16, 48, 96])
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("piece_values", [300, 2**21])  # pieces that begin inside a word, and all at once
-def test_whole_tensors_and_parts(
-    kind: str, group_size: int, piece_values: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", piece_values)
+def test_whole_tensors_and_parts(kind: str, group_size: int, piece_values: int, tmp_path: Path) -> None:
     weight = random(40, 96, group_size)
     memory_OI, some_rows, some_columns = torch.empty(40, 96), torch.empty(13, 96), torch.empty(40, 25)
     places = [whole(memory_OI), rows(some_rows, slice(11, 24), 40), columns(some_columns, slice(30, 55), 96)]
-    load(tmp_path, encode(kind, "a", weight), CONFIGS[kind], *places)
+    load(tmp_path, encode(kind, "a", weight), CONFIGS[kind], *places, piece_values=piece_values)
     assert torch.equal(memory_OI, weight.values_OI)
     assert torch.equal(some_rows, weight.values_OI[11:24])
     assert torch.equal(some_columns, weight.values_OI[:, 30:55])
@@ -61,8 +59,7 @@ def test_whole_tensors_and_parts(
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", ["gptq", "gptq_v2", "compressed-tensors"])
-def test_every_number_of_bits(kind: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 700)  # pieces that begin inside of a word
+def test_every_number_of_bits(kind: str, bits: int, tmp_path: Path) -> None:
     weight_OI = torch.randn(64, 96, generator=torch.Generator().manual_seed(bits))
     weight = quantize(weight_OI, 32, bits=bits)
     stored = encode(kind, "a", weight)
@@ -70,7 +67,8 @@ def test_every_number_of_bits(kind: str, bits: int, tmp_path: Path, monkeypatch:
     if kind == "compressed-tensors":
         config = symmetric(num_bits=bits, symmetric=False)
     memory_OI, some_rows = torch.empty(64, 96), torch.empty(13, 96)
-    load(tmp_path, stored, config, whole(memory_OI), rows(some_rows, slice(11, 24), 64))
+    places = [whole(memory_OI), rows(some_rows, slice(11, 24), 64)]
+    load(tmp_path, stored, config, *places, piece_values=700)  # pieces that begin inside of a word
     assert torch.equal(memory_OI, weight.values_OI)
     assert torch.equal(some_rows, weight.values_OI[11:24])
 

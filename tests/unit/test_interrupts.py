@@ -10,8 +10,6 @@ import pytest
 
 from moeserve.interrupts import interrupts_allowed, interrupts_deferred
 
-pytestmark = pytest.mark.usefixtures("ctrl_c")
-
 Note = Callable[[int], None]
 
 

@@ -14,8 +14,7 @@ from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.errors import CacheTooSmallError
 from moeserve.kv.layer_cache import CacheNeeds
-from moeserve.kv.rank import cache as kv_cache
-from moeserve.kv.rank.cache import count_blocks
+from moeserve.kv.rank.cache import RankMemory, count_blocks, free_bytes
 from moeserve.kv.rules import CacheRules, KeepAll, KeepWindow
 from moeserve.worker.profiling import largest_step
 
@@ -37,7 +36,7 @@ def config(**options: object) -> EngineConfig:
     return resolve(parse_settings({"block_size": 10, **options}), facts, MachineFacts(has_cuda=True, num_cores=1))
 
 
-def not_called() -> None:
+def not_called() -> RankMemory:
     raise AssertionError("the profiling run was not needed")
 
 
@@ -81,13 +80,16 @@ def test_a_cache_too_small_for_one_request_is_refused(max_model_len: dict[str, i
         count(needed - 1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_ranks_share_the_memory_beside_their_largest_steps(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "free_memory", lambda num_processes: 1000 * 2**20 // num_processes)
-    monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
-    options = config(max_num_seqs=10_000, data_parallel_size=num_ranks)
-    num_bytes = (1000 - num_ranks * 100) * 2**20 // 2 // num_ranks
-    assert count_blocks(options, NEEDS, 0, not_called) == num_bytes // (10 * BYTES_PER_TOKEN)
+def test_the_cache_takes_half_of_the_memory_beside_the_largest_step() -> None:
+    memory = RankMemory(step=100 * 2**20, free=1000 * 2**20)
+    num_blocks = count_blocks(config(max_num_seqs=10_000), NEEDS, 0, lambda: memory)
+    assert num_blocks == 450 * 2**20 // (10 * BYTES_PER_TOKEN)
+
+
+def test_ranks_share_the_memory() -> None:
+    """Other processes change what is free meanwhile, but not to half or to twice of it."""
+    alone, with_others = (free_bytes(config(data_parallel_size=num_ranks)) for num_ranks in (1, 8))
+    assert alone / 2 < 8 * with_others < 2 * alone
 
 
 MEASURE = """
@@ -145,39 +147,30 @@ def test_memory_cached_by_torch_is_free(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 * 2**30 + cached[0])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cached.__setitem__(0, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30 - cached[0], 80 * 2**30))
-    on_gpu = config(device="cuda", dtype="bfloat16", max_num_seqs=1_000_000)
-    num_blocks = count_blocks(on_gpu, NEEDS, 0, run_largest_step)
-    assert num_blocks == int((0.9 * 80 - 30 - 10) * 2**30) // (10 * BYTES_PER_TOKEN)
+    on_gpu = config(device="cuda", dtype="bfloat16", max_num_seqs=1_000_000, gpu_memory_utilization=0.75)
+    memory = RankMemory.measured(on_gpu, run_largest_step)
+    assert memory == RankMemory(step=10 * 2**30, free=50 * 2**30, own_gpu=30 * 2**30)
+    num_blocks = count_blocks(on_gpu, NEEDS, 0, lambda: memory)
+    assert num_blocks == (60 - 30 - 10) * 2**30 // (10 * BYTES_PER_TOKEN)
 
 
 @pytest.mark.parametrize(
-    ("utilization", "free", "gigabytes"),
+    ("own", "free", "gigabytes"),
     [
-        (
-            0.5,
-            50,
-            0.5 * 80 - 20 - 3 - 1,
-        ),  # a share of the whole GPU, less tensors, the largest step and what is reserved
-        (0.9, 60, 0.9 * 80 - 20 - 3 - 1),
-        (0.9, 40, 40 - 3 - 1),  # another process takes more than the rest
-        (0.25, 60, 0),
+        (20, 50, 20 - 3 - 1),  # of its share, less the largest step and what is reserved
+        (52, 40, 40 - 3 - 1),  # another process takes more than the rest
+        (0, 60, 0),
     ],
 )
-def test_a_rank_takes_a_share_of_its_gpu(
-    utilization: float, free: int, gigabytes: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 20 * 2**30)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 23 * 2**30)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))
-    on_gpu = config(device="cuda", max_num_seqs=1_000_000, gpu_memory_utilization=utilization)
+def test_a_rank_takes_a_share_of_its_gpu(own: int, free: int, gigabytes: int) -> None:
+    memory = RankMemory(step=3 * 2**30, free=free * 2**30, own_gpu=own * 2**30)
+    on_gpu = config(device="cuda", dtype="bfloat16", max_num_seqs=1_000_000)
     if gigabytes:
-        num_blocks = count_blocks(on_gpu, NEEDS, 2**30, lambda: None)
-        assert num_blocks == int(gigabytes * 2**30) // (10 * BYTES_PER_TOKEN)
+        num_blocks = count_blocks(on_gpu, NEEDS, 2**30, lambda: memory)
+        assert num_blocks == gigabytes * 2**30 // (10 * BYTES_PER_TOKEN)
     else:
         with pytest.raises(CacheTooSmallError, match="gpu_memory_utilization"):
-            count_blocks(on_gpu, NEEDS, 2**30, lambda: None)
+            count_blocks(on_gpu, NEEDS, 2**30, lambda: memory)
 
 
 @pytest.mark.parametrize(("device", "logprobs"), [("cpu", None), ("cuda", 1)])

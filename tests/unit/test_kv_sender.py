@@ -17,7 +17,7 @@ from moeserve.kv.rank.items import CachedItems
 from moeserve.kv.rank.sender import BlockSender
 from moeserve.kv.rank.wire import Answer, CacheShare, Claim, Connection, PeerError, Piece, Read, TensorShare
 from moeserve.kv.rules import KeepAll
-from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
+from moeserve.protocol import CachePlace, KeepItems, TransferResult
 
 NUM_BLOCKS, BLOCK_VALUES = 4, 6
 
@@ -33,9 +33,9 @@ def sender() -> Iterator[BlockSender]:
 
 
 @pytest.fixture
-def ends(sender: BlockSender) -> SimpleQueue[TransferOutcome]:
+def ends(sender: BlockSender) -> SimpleQueue[TransferResult]:
     """Keep block 3, and return where its end appears."""
-    ends: SimpleQueue[TransferOutcome] = SimpleQueue()
+    ends: SimpleQueue[TransferResult] = SimpleQueue()
     sender.keep(KeepItems(number=7, handle="kept", tokens=b"digest", places=[CachePlace(CacheKind.BLOCK, 3)]), ends.put)
     return ends
 
@@ -69,7 +69,7 @@ def error_of(connection: Connection) -> str:
 
 
 def test_a_second_receiver_gets_nothing_and_ends_nothing(
-    sender: BlockSender, ends: SimpleQueue[TransferOutcome]
+    sender: BlockSender, ends: SimpleQueue[TransferResult]
 ) -> None:
     first = claiming(sender, "first")
     assert error_of(first) == ""  # the answer shows that the sender has registered this claim before the next one
@@ -86,7 +86,7 @@ def test_a_second_receiver_gets_nothing_and_ends_nothing(
 
 
 def test_a_receiver_with_other_tokens_does_not_become_the_owner(
-    sender: BlockSender, ends: SimpleQueue[TransferOutcome]
+    sender: BlockSender, ends: SimpleQueue[TransferResult]
 ) -> None:
     wrong = claiming(sender, "wrong", tokens=b"another")
     assert "another prompt" in error_of(wrong)
@@ -99,7 +99,7 @@ def test_a_receiver_with_other_tokens_does_not_become_the_owner(
     assert ends.get(timeout=60).num_copied == 1
 
 
-def test_blocks_are_free_when_the_last_rank_has_left(sender: BlockSender, ends: SimpleQueue[TransferOutcome]) -> None:
+def test_blocks_are_free_when_the_last_rank_has_left(sender: BlockSender, ends: SimpleQueue[TransferResult]) -> None:
     """However it leaves: with an answer unread, as a process that was killed, or without having read anything."""
     first, second = (claiming(sender, "receiver", rank=rank, size=2) for rank in range(2))
     first.send_message(Read(items=[0], pieces=[Piece(0, 0, 0)]))

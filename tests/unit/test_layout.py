@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
-from model_context import cpu_context
+from build_contexts import cpu_context
 from thread_ranks import Record, ThreadGroup, run
 
 from moeserve import cli

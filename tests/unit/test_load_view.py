@@ -12,9 +12,9 @@ import pytest
 from load_windows import drawn, of_counts
 
 from moeserve import cli
+from moeserve.cli.viz import plan
 from moeserve.errors import SettingsError
 from moeserve.layers.moe.placement.eplb import eplb, rank_loads
-from moeserve.planner.views import plan
 from moeserve.telemetry.expert_load import LoadWindow, summed, write_window
 from moeserve.telemetry.load_image import load_figure
 from moeserve.telemetry.load_table import as_text

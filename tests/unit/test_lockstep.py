@@ -17,6 +17,7 @@ from moeserve.protocol import (
     AddRequest,
     ChunkResult,
     CollectLoad,
+    Delivery,
     ReplicaMessage,
     Request,
     RequestUpdate,
@@ -25,8 +26,8 @@ from moeserve.protocol import (
 )
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling import lockstep
-from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Outcome, Round, make_row
-from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
+from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Round, RoundResult, make_row
+from moeserve.scheduling.replica import Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 from moeserve.worker.request_table import RequestTable
@@ -130,7 +131,7 @@ class Driven:
         self.rounds: list[Round] = []  # in flight
         self.num_rounds = 0  # that have ended
         self.agreements: list[Agreement] = []  # of steps
-        self.delivered: list[Deliver] = []
+        self.delivered: list[Delivery] = []
         self.has_ended = False
         self.handle(None)
 
@@ -151,7 +152,7 @@ class Driven:
             match effect:
                 case Submit(work=work):
                     self.rounds.append(work)
-                case Deliver():
+                case Delivery():
                     self.delivered.append(effect)
                 case Wait():
                     return
@@ -160,9 +161,9 @@ class Driven:
         """Deliver messages, and run the oldest round."""
         if messages or not self.rounds:
             self.handle(Events(list(messages), []))
-        self.handle(Events([], [self.outcome(error, other)]))
+        self.handle(Events([], [self.result(error, other)]))
 
-    def outcome(self, error: str = "", other: IntentFlags = NO_FLAGS, num_decoding: int = 0) -> Outcome:
+    def result(self, error: str = "", other: IntentFlags = NO_FLAGS, num_decoding: int = 0) -> RoundResult:
         """Run the oldest round. An error fails its first row. The other replica has `num_decoding` requests."""
         work = self.rounds.pop(0)
         intent = Intent(num_tokens=0, is_decode_only=True, num_decoding=num_decoding, flags=other)
@@ -170,7 +171,7 @@ class Driven:
         agreement = lockstep.agree([work.row, row], number=self.num_rounds, num_replicas=2)
         self.num_rounds += 1
         if agreement.is_idle or agreement.ends_all:
-            return Outcome(agreement=agreement)
+            return RoundResult(agreement=agreement)
         self.agreements.append(agreement)
         chunks = [] if work.plan is None else self.table.apply(work.plan)
         results = [ChunkResult(token_ids=[7] if chunk.samples else []) for chunk in chunks]
@@ -179,7 +180,7 @@ class Driven:
             results[0] = ChunkResult(error=error)
         load = of_counts([[agreement.number]], [[agreement.number]]) if agreement.collects_load else None
         step = 0 if work.plan is None else work.plan.step
-        return Outcome(agreement=agreement, result=StepResult(step=step, chunks=results, load=load))
+        return RoundResult(agreement=agreement, result=StepResult(step=step, chunks=results, load=load))
 
 
 def test_load_is_collected_after_each_window_of_steps_with_tokens() -> None:
@@ -200,9 +201,9 @@ def test_a_replica_stays_awake_while_requests_of_another_wait_for_their_tokens()
     replica = Driven()
     replica.step()
     replica.handle(Events([], []))
-    replica.handle(Events([], [replica.outcome(num_decoding=1)]))
+    replica.handle(Events([], [replica.result(num_decoding=1)]))
     assert replica.rounds
-    replica.handle(Events([], [replica.outcome()]))
+    replica.handle(Events([], [replica.result()]))
     assert not replica.rounds
 
 
@@ -216,18 +217,6 @@ def test_two_rounds_in_flight_request_load_once() -> None:
     assert sum(agreement.collects_load for agreement in replica.agreements) == 1
 
 
-def test_a_driver_that_cannot_go_on_ends_each_request_once() -> None:
-    """Ends that were not delivered yet are delivered too; the scheduler, which may be what failed, is not used."""
-    replica = Driven(max_rounds=2)
-    replica.step()
-    replica.handle(Events([AddRequest(request("a")), AddRequest(request("b")), AddRequest(request("a"))], []))
-    replica.scheduler.abort_all = replica.scheduler.abort = None  # type: ignore[assignment, method-assign]
-    delivered = [*replica.delivered, replica.replica.end_all_requests("rank 0 has ended")]
-    ends = [update for delivery in delivered for update in delivery.updates if update.finish_reason is not None]
-    assert sorted((update.request_id, "rank 0" in str(update.error)) for update in ends) == [("a", False), ("b", True)]
-    assert replica.replica.end_all_requests("again").updates == []
-
-
 def test_a_step_with_a_longer_chunk_is_not_decode_only() -> None:
     replica = Driven(max_num_batched_tokens=8)
     for messages in ([AddRequest(request("a", 2))], [], [], [], []):
@@ -236,7 +225,7 @@ def test_a_step_with_a_longer_chunk_is_not_decode_only() -> None:
     assert [agreement.is_decode_only for agreement in replica.agreements] == [False, True, True, True]
 
 
-def test_the_next_round_is_sent_before_the_outcome_of_the_last() -> None:
+def test_the_next_round_is_sent_before_the_result_of_the_last() -> None:
     replica = Driven(max_rounds=2)
     replica.step()  # an idle round
     replica.handle(Events([AddRequest(request("a", 2, max_tokens=3))], []))
@@ -267,12 +256,12 @@ def test_rounds_that_are_sent_together_have_the_budgets_of_their_own_numbers() -
     replica = Driven(max_num_batched_tokens=3, max_rounds=2)
     replica.step()
     replica.handle(Events([AddRequest(request("a", 12))], []))
-    outcomes = []
+    results = []
     for prefill_budget in (1, 2):
-        outcome = replica.outcome()
-        agreement = dataclasses.replace(outcome.agreement, prefill_budget=prefill_budget)
-        outcomes.append(msgspec.structs.replace(outcome, agreement=agreement))
-    replica.handle(Events([], outcomes))
+        result = replica.result()
+        agreement = dataclasses.replace(result.agreement, prefill_budget=prefill_budget)
+        results.append(msgspec.structs.replace(result, agreement=agreement))
+    replica.handle(Events([], results))
     assert [work.plan.lengths for work in replica.rounds if work.plan is not None] == [[1], [2]]
 
 

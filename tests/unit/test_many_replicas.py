@@ -14,13 +14,13 @@ import pytest
 from test_engine_restart import CONFIG
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.engine.protocol import Delivery, EngineMessage, Ready
-from moeserve.engine.replicas import Replicas
+from moeserve.engine.engine import Engine
+from moeserve.engine.launcher import WorkerGroup
+from moeserve.engine.protocol import FromReplica, Ready
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import FailureReport
 from moeserve.processes.supervision import WatchedProcess
-from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import AddRequest, ReplicaMessage, ReplicaStats, Request, RequestUpdate, Sample, Wake
+from moeserve.protocol import AddRequest, Delivery, ReplicaMessage, ReplicaStats, Request, RequestUpdate, Sample, Wake
 from moeserve.sampling_params import RequestParams
 
 NUM_REPLICAS = 320
@@ -53,12 +53,12 @@ class Handle:
             self.fd = -1
 
 
-class CountedProcess(WatchedProcess[EngineMessage]):
+class CountedProcess(WatchedProcess[FromReplica]):
     """Counts how often the engine looks at each process."""
 
     looks: ClassVar[Counter[str]] = Counter()
 
-    def receive(self, timeout_s: float = 0.0) -> list[EngineMessage]:
+    def receive(self, timeout_s: float = 0.0) -> list[FromReplica]:
         self.looks[self.name] += 1
         return super().receive(timeout_s)
 
@@ -68,7 +68,7 @@ class CountedProcess(WatchedProcess[EngineMessage]):
 
 
 class Machine:
-    """The processes of all replicas, from their own side."""
+    """A `Launcher`, and the processes of all replicas from their own side."""
 
     def __init__(self) -> None:
         self.channels: list[Channel[ReplicaMessage]] = []
@@ -80,9 +80,12 @@ class Machine:
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(theirs, ReplicaMessage))
             self.handles.append(Handle())
-            group.engines.append(CountedProcess(f"engine {index}", ours, EngineMessage, self.handles[-1]))
+            group.replicas.append(CountedProcess(f"engine {index}", ours, FromReplica, self.handles[-1]))
             self.channels[-1].send(Ready(num_blocks=10_000))
         return group
+
+    def close(self) -> None:
+        pass
 
     def received(self) -> list[list[Any]]:
         return [channel.receive() for channel in self.channels]
@@ -94,8 +97,8 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def engine(machine: Machine) -> Iterator[Replicas]:
-    engine = Replicas(CONFIG, machine.start, config_of=lambda _: CONFIG)
+def engine(machine: Machine) -> Iterator[Engine]:
+    engine = Engine(CONFIG, machine, config_of=lambda _: CONFIG)
     CountedProcess.looks.clear()
     yield engine
     for handle in machine.handles:
@@ -107,7 +110,7 @@ def request(name: str, token_ids: list[int]) -> Request:
     return Request(request_id=name, prompt_token_ids=token_ids, params=RequestParams(), seed=0)
 
 
-def test_only_processes_with_news_are_looked_at(engine: Replicas, machine: Machine) -> None:
+def test_only_processes_with_news_are_looked_at(engine: Engine, machine: Machine) -> None:
     for number in range(NUM_REPLICAS):
         engine.add(request(str(number), [number] * 64))
     assert not CountedProcess.looks
@@ -121,7 +124,7 @@ def test_only_processes_with_news_are_looked_at(engine: Replicas, machine: Machi
     assert all("engine 9: killed by SIGKILL" in (update.error or "") for update in ends)
 
 
-def test_one_wake_up_for_each_replica_whatever_is_added(engine: Replicas, machine: Machine) -> None:
+def test_one_wake_up_for_each_replica_whatever_is_added(engine: Engine, machine: Machine) -> None:
     for number in range(3):
         engine.add(request(str(number), [number] * 64))
     assert not [message for messages in machine.received() for message in messages if isinstance(message, Wake)]
@@ -133,7 +136,7 @@ def test_one_wake_up_for_each_replica_whatever_is_added(engine: Replicas, machin
     assert not any(machine.received())
 
 
-def test_samples_reach_each_replica_in_one_message(engine: Replicas, machine: Machine) -> None:
+def test_samples_reach_each_replica_in_one_message(engine: Engine, machine: Machine) -> None:
     """The replicas that serve them get the prompt once."""
     engine.add(request("0", [3] * 64), [Sample(str(index), index) for index in range(1, 1000)])
     messages = [message for each in machine.received() for message in each]
@@ -145,7 +148,7 @@ def test_samples_reach_each_replica_in_one_message(engine: Replicas, machine: Ma
 
 @pytest.mark.parametrize("has_common_prefix", [False, True])
 def test_a_request_is_added_in_a_fraction_of_a_millisecond(
-    engine: Replicas, machine: Machine, has_common_prefix: bool
+    engine: Engine, machine: Machine, has_common_prefix: bool
 ) -> None:
     """Ten times the measured time of this thread on a processor."""
     seconds = []

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from build_contexts import cpu_context
 from chunks import make_chunk
-from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rules import CacheRules
-from moeserve.layers.latent.attention import LatentAttention, LatentAttentionConfig
+from moeserve.layers.latent.attention import LatentAttention, LatentAttentionSpec
 from moeserve.layers.network import Run
-from moeserve.layers.rotary import Rotary, RotaryConfig
+from moeserve.layers.rotary import Rotary, RotarySpec
 from moeserve.layers.weights import Weights, allocate_weights
 from moeserve.ops import rows as rows_ops
 from moeserve.ops import select
@@ -26,18 +27,18 @@ from moeserve.ops.native import native_kernels
 from moeserve.ops.select import select_backend
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
-from moeserve.worker.step_replay import StepContext
 
 CPU = torch.device("cpu")
 WIDTH, BLOCK_SIZE = 24, 4
 
 
-def rotary_of(dim: int) -> RotaryConfig:
-    return RotaryConfig(dim=dim, theta=100.0, is_interleaved=True)
+def rotary_of(dim: int) -> RotarySpec:
+    return RotarySpec(dim=dim, theta=100.0, is_interleaved=True)
 
 
-SHAPE = LatentAttentionConfig(
+SHAPE = LatentAttentionSpec(
     num_heads=3, query_rank=10, latent_size=20, key_dim=7, rotary=rotary_of(6), value_dim=5, score_factor=1.3
 )
 SHAPES = {
@@ -46,8 +47,8 @@ SHAPES = {
 }
 
 
-def make_layer(config: LatentAttentionConfig) -> LatentAttention:
-    layer = LatentAttention(config, WIDTH, cpu_context())
+def make_layer(config: LatentAttentionSpec) -> LatentAttention:
+    layer = LatentAttention(config, WIDTH, dataclasses.replace(cpu_context(), block_size=BLOCK_SIZE))
     allocate_weights(layer)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.4)
@@ -58,12 +59,12 @@ def make_step(*chunks: tuple[int, int, list[int]]) -> StepInputs:
     """Return a step of chunks (start, rows, block ids)."""
     table = RequestTable(max(1, len(chunks)), max((len(ids) for _, _, ids in chunks), default=1))
     made = [make_chunk(table, slot, [0] * rows, start, ids) for slot, (start, rows, ids) in enumerate(chunks)]
-    context = StepContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=0, device=CPU)
-    unused = cast(Any, None)
-    return ModelRunner(unused, context, unused, table).build_inputs(made, (0,))
+    context = RankContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, max_blocks=0, device=CPU)
+    model, unused = SimpleNamespace(context=SimpleNamespace(block_size=BLOCK_SIZE)), cast(Any, None)
+    return ModelRunner(cast(Any, model), context, unused, table).build_inputs(made, (0,))
 
 
-def rotary(config: LatentAttentionConfig) -> Rotary:
+def rotary(config: LatentAttentionSpec) -> Rotary:
     return Rotary(config.rotary, CPU)
 
 
@@ -121,12 +122,12 @@ def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytes
     layer = make_layer(SHAPES[shape])
     if way not in ("kernels", "as chosen"):
         limit = 10**6 if way == "absorbed" else 0
-        monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: limit))
+        monkeypatch.setattr(LatentAttentionSpec, "max_absorbed_rows", property(lambda config: limit))
     if way == "expanded, a head at a time":
         monkeypatch.setattr("moeserve.ops.latent_attention.reference.MAX_EXPANDED_SIZE", 1)
     contexts = [torch.randn(41, WIDTH), torch.randn(19, WIDTH)]
     blocks = [[9, 2, 14, 0, 5, 11, 3, 12, 7, 1, 15], [4, 13, 6, 10, 8]]
-    cache = layer.make_cache(Places.equal(CacheRules(), 16, BLOCK_SIZE))
+    cache = layer.make_cache(Places.equal(CacheRules(), 16))
     cache.latents.fill_(math.nan)
 
     outputs: list[list[Tensor]] = [[], []]
@@ -149,7 +150,7 @@ def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
             module.pack()
 
     def outputs(*sizes: int) -> Tensor:
-        cache, rows, start = layer.make_cache(Places.equal(CacheRules(), 8, BLOCK_SIZE)), [], 0
+        cache, rows, start = layer.make_cache(Places.equal(CacheRules(), 8)), [], 0
         for size in sizes:
             step = make_step((start, size, ids))
             rows.append(
@@ -166,13 +167,13 @@ def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
     layer = LatentAttention(config, WIDTH, cpu_context(torch.bfloat16))
     allocate_weights(layer)
     assert [items.num_bytes for items in layer.cache_items] == [16 * 576 * 2]
-    assert layer.make_cache(Places.equal(CacheRules(), 5, 16)).latents.nbytes == 5 * 16 * 576 * 2
+    assert layer.make_cache(Places.equal(CacheRules(), 5)).latents.nbytes == 5 * 16 * 576 * 2
 
 
 @pytest.mark.parametrize("num_positions", [500, 5000])
 def test_the_way_with_fewer_multiplications_is_chosen(num_positions: int) -> None:
     """The limit does not depend on the length of the context."""
-    config = LatentAttentionConfig(
+    config = LatentAttentionSpec(
         num_heads=128, query_rank=1536, latent_size=512, key_dim=128, rotary=rotary_of(64), value_dim=128
     )
 

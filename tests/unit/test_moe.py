@@ -8,23 +8,23 @@ from typing import Any, cast
 
 import pytest
 import torch
-from model_context import cpu_context
+from build_contexts import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.layers.input_share import InputShare
+from moeserve.layers.chunked_sums import InputShare
 from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.layers.moe.experts import Experts
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
+from moeserve.layers.moe.layer import MoELayer, MoESpec
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Routing
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.layers.network import Run
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops.products.interface import RowGroups
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.rows.activations import ClampedSwiGLU
 
 NO_STEP = cast(Any, SimpleNamespace(padding=None))  # the only field that local dispatch reads
@@ -32,11 +32,11 @@ CPU = torch.device("cpu")
 
 
 def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtype: torch.dtype) -> MoELayer:
-    router = RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True)
-    return randomized(MoEConfig(router=router, expert_width=expert_width), width, dtype)
+    router = RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=True)
+    return randomized(MoESpec(router=router, expert_width=expert_width), width, dtype)
 
 
-def randomized(config: MoEConfig, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
+def randomized(config: MoESpec, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
     placement = Placement.even(config.router.num_experts, num_ranks=1)
     layer = MoELayer(
         config, width, placement, TorchDispatchers("local", groups_of_one_rank().ep, cpu_context()), cpu_context(dtype)
@@ -91,9 +91,9 @@ def test_bf16_is_within_rounding() -> None:
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_shared_experts_add_to_the_routed_ones(is_gated: bool) -> None:
     torch.manual_seed(1)
-    router = RouterConfig(num_experts=4, top_k=2, is_normalized=True)
-    shared = SharedExpertsConfig(width=11, is_gated=is_gated)
-    layer = randomized(MoEConfig(router=router, expert_width=6, shared=shared), 8)
+    router = RouterSpec(num_experts=4, top_k=2, is_normalized=True)
+    shared = SharedExpertsSpec(width=11, is_gated=is_gated)
+    layer = randomized(MoESpec(router=router, expert_width=6, shared=shared), 8)
     assert layer.shared_experts is not None
     hidden_TD = torch.randn(9, 8)
 
@@ -115,9 +115,9 @@ def test_shared_experts_add_to_the_routed_ones(is_gated: bool) -> None:
 def test_experts_with_biases_and_a_clamped_activation() -> None:
     torch.manual_seed(2)
     alpha, limit = 1.5, 0.7
-    router = RouterConfig(num_experts=3, top_k=1)
+    router = RouterSpec(num_experts=3, top_k=1)
     activation = ClampedSwiGLU(alpha=alpha, limit=limit)
-    config = MoEConfig(router=router, expert_width=5, activation=activation, has_expert_bias=True)
+    config = MoESpec(router=router, expert_width=5, activation=activation, has_expert_bias=True)
     experts = randomized(config, 8).experts
     gate_up_weights, down_weights = experts.gate_up.open, experts.down.open
     assert gate_up_weights.bias_eO is not None
@@ -181,11 +181,14 @@ def test_dispatch_sorts_by_expert_and_combine_restores(experts: list[list[int]])
     assert isinstance(dispatched.tokens, PackedTokens)
     assert dispatched.tokens.groups.counts_e.tolist() == [sum(row.count(e) for row in experts) for e in range(4)]
     sent = sorted((e, t) for t, row in enumerate(experts) for e in row)
-    assert dispatched.tokens.rows_RD[:, 0].tolist() == [t + 1.0 for _, t in sent]
+    gather = dispatched.tokens.gather
+    assert gather is not None
+    rows_RD = dispatched.tokens.rows_RD[gather.indices_R // gather.divisor]
+    assert rows_RD[:, 0].tolist() == [t + 1.0 for _, t in sent]
 
     scale_of_expert = torch.tensor([10.0, 100.0, 1000.0, 10000.0])
     expert_of_row = torch.tensor([e for e, _ in sent])
-    output_RD = dispatched.tokens.rows_RD * scale_of_expert[expert_of_row][:, None]
+    output_RD = rows_RD * scale_of_expert[expert_of_row][:, None]
     total_TD = dispatched.combine(output_RD).wait()
     torch.testing.assert_close(total_TD, hidden_TD * (scale_of_expert[experts_TK] * weights_TK).sum(1, keepdim=True))
 

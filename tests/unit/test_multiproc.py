@@ -21,7 +21,7 @@ from moeserve.processes.channel import Channel
 from moeserve.processes.supervision import WatchedProcess
 from moeserve.protocol import CacheStart, Registration, StepPlan
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import Intent, Outcome, Round, agree, make_row
+from moeserve.scheduling.lockstep import Intent, Round, RoundResult, agree, make_row
 from moeserve.worker.protocol import FromRank, Loaded, ToRank
 
 CONFIG = resolve(parse_settings({"executor": "mp"}), FACTS, MachineFacts(num_cores=2))
@@ -80,31 +80,31 @@ def test_a_round_larger_than_a_socket_reaches_the_rank_as_it_reads(rank: Rank) -
     while not (received := rank.channel.receive(0.0)):
         wait(executor)
     assert received[0].plan == plan
-    rank.channel.send(Outcome(agreement=agree([row], number=0, num_replicas=1)))
+    rank.channel.send(RoundResult(agreement=agree([row], number=0, num_replicas=1)))
     while not future.done():
         wait(executor)
 
 
-def test_the_last_outcome_of_a_rank_that_has_ended_is_kept(rank: Rank) -> None:
+def test_the_last_result_of_a_rank_that_has_ended_is_kept(rank: Rank) -> None:
     executor = MultiprocExecutor([rank.process], CONFIG)
     row = make_row(Intent(num_tokens=0, is_decode_only=True), number=0, replica=0)
-    outcome = Outcome(agreement=agree([row], number=0, num_replicas=1))
+    result = RoundResult(agreement=agree([row], number=0, num_replicas=1))
     futures = deque(executor.submit(Round(row=row, plan=None)) for _ in range(2))
-    rank.channel.send(outcome)
+    rank.channel.send(result)
     rank.channel.close()
     wait(executor)
-    assert completed(futures) == [outcome]
+    assert completed(futures) == [result]
     with pytest.raises(DistributedError, match="rank 0 has ended"):
         executor.progress()
 
 
-def test_outcomes_before_a_failed_round_are_returned_before_its_error() -> None:
+def test_results_before_a_failed_round_are_returned_before_its_error() -> None:
     row = make_row(Intent(num_tokens=0, is_decode_only=True), number=0, replica=0)
-    outcome = Outcome(agreement=agree([row], number=0, num_replicas=1))
-    futures: deque[Future[Outcome]] = deque(Future() for _ in range(2))
-    futures[0].set_result(outcome)
+    result = RoundResult(agreement=agree([row], number=0, num_replicas=1))
+    futures: deque[Future[RoundResult]] = deque(Future() for _ in range(2))
+    futures[0].set_result(result)
     futures[1].set_exception(DistributedError("a consequence"))
-    assert completed(futures) == [outcome]
+    assert completed(futures) == [result]
     with pytest.raises(DistributedError, match="a consequence"):
         completed(futures)
 

@@ -27,7 +27,7 @@ from moeserve.distributed.symmetric_memory import ALIGNMENT, MAX_BYTES, OneShotA
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import TransportError, TransportUnavailable
 from moeserve.errors import SettingsError
-from moeserve.worker.process import take_device
+from moeserve.worker.rank_process import take_device
 
 # ---- transports by device
 

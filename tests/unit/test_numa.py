@@ -16,7 +16,7 @@ import pytest
 
 from moeserve import numa
 from moeserve.numa import MPOL_INTERLEAVE, MPOL_PREFERRED, Node, bind_thread, nodes_of_rank, usable_nodes
-from moeserve.worker import process
+from moeserve.worker import rank_process
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 UNUSABLE = 100_000  # no such core
@@ -152,13 +152,13 @@ def test_ranks_take_their_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     if len(cores) < 2:
         pytest.skip("needs two cores")
     folder = write_nodes(tmp_path, {real_node().number: str(cores[0]), 1000: str(cores[1])})
-    monkeypatch.setattr(process, "usable_nodes", lambda: usable_nodes(folder))
+    monkeypatch.setattr(rank_process, "usable_nodes", lambda: usable_nodes(folder))
 
     def cores_of(rank: int, *, numa_binding: bool = True) -> set[int]:
         config = two_ranks(num_threads=1, numa_binding=numa_binding)
 
         def take() -> set[int]:
-            process.take_nodes(config, rank)
+            rank_process.take_nodes(config, rank)
             return set(os.sched_getaffinity(0))
 
         return cast(set[int], in_thread(take))
@@ -175,9 +175,9 @@ def test_ranks_that_do_not_fit_on_the_nodes_say_so(
     if len(cores) < 2:
         pytest.skip("needs two cores")
     folder = write_nodes(tmp_path, {0: str(cores[0]), 1: str(cores[1])})
-    monkeypatch.setattr(process, "usable_nodes", lambda: usable_nodes(folder))
+    monkeypatch.setattr(rank_process, "usable_nodes", lambda: usable_nodes(folder))
     for rank in range(2):
-        process.take_nodes(two_ranks(num_threads=2), rank)
+        rank_process.take_nodes(two_ranks(num_threads=2), rank)
     assert [record.message for record in caplog.records] == [
         "2 ranks with num_threads=2 do not fit on NUMA nodes of 1, 1 cores, so they are not bound to nodes; "
         "lower num_threads, or set numa_binding=False"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from model_context import with_tp
+from build_contexts import with_tp
 from thread_ranks import ThreadGroup, run
 from torch import Tensor
 

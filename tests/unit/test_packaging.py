@@ -8,6 +8,7 @@ import email.parser
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -34,10 +35,17 @@ REQUIRED = {"einops", "jinja2", "msgspec", "numpy", "safetensors", "tokenizers",
 SYSTEM_LIBRARIES = {"libc.so", "libdl.so", "libgcc_s.so", "libm.so", "libpthread.so", "librt.so", "libstdc++.so"}
 
 
-def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def tracked_files() -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone of the repository")
+    command = ["git", "ls-files"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def build(folder: Path, source: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Build the source distribution, and from it a wheel as on a machine without a compiler."""
     return subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)],
         env=os.environ | {"CXX": "/nonexistent/c++"} | environment,
         capture_output=True,
         text=True,
@@ -46,19 +54,19 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a source distribution and the wheel built from it without a compiler, which is reported."""
-    folder = tmp_path_factory.mktemp("distributions")
-    built = build(folder, MOESERVE_REQUIRE_KERNELS="0")
+def pure_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built without a compiler, which is reported.
+
+    It is built from a copy of the tracked files. In a checkout, the tool looks at each file of the environments too.
+    """
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("distributions")
+    for name in tracked_files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    built = build(folder, source, MOESERVE_REQUIRE_KERNELS="0")
     assert built.returncode == 0, built.stdout + built.stderr
     assert "WITHOUT its C++ kernels" in built.stdout + built.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pure_wheel(distributions: Path) -> Path:
-    """A wheel without C++ kernels."""
-    return distributions / f"moeserve-{moeserve.__version__}-py3-none-any.whl"
+    return folder / f"moeserve-{moeserve.__version__}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +77,14 @@ def metadata(pure_wheel: Path) -> email.message.Message:
 
 
 @pytest.mark.slow
-def test_the_source_distribution_holds_every_tracked_file(distributions: Path) -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a clone of the repository")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+def test_the_source_distribution_of_a_checkout_holds_every_tracked_file(tmp_path: Path) -> None:
+    """It holds nothing of environments and builds in the checkout."""
+    expected = {name for name in tracked_files() if not name.startswith(".ci/")}
+    built = build(tmp_path, MOESERVE_REQUIRE_KERNELS="0")
+    assert built.returncode == 0, built.stdout + built.stderr
     root = f"moeserve-{moeserve.__version__}"
-    with tarfile.open(distributions / f"{root}.tar.gz") as archive:
+    with tarfile.open(tmp_path / f"{root}.tar.gz") as archive:
         files = {name.removeprefix(f"{root}/") for name in archive.getnames()}
-    expected = {name for name in listed.stdout.splitlines() if not name.startswith(".ci/")}
     assert files == expected | {"PKG-INFO"}
 
 
@@ -106,7 +114,7 @@ def test_the_wheel_holds_every_source_file_under_its_installed_name(pure_wheel: 
     assert {name.split("/")[0] for name in files} == {"moeserve", info}
     sample = {f"moeserve/planner/sample_traffic.{ending}" for ending in ("jsonl", "LICENSE.md")}
     others = {"moeserve/py.typed", "moeserve/server/status.html", "moeserve/bench/gpu/models.json", *sample}
-    others.add("moeserve/models/config_defaults.json")
+    others |= {"moeserve/models/config_defaults.json", "moeserve/bench/models.json"}
     assert {name for name in files if not name.startswith(info)} == expected | others
     assert f"{info}/licenses/LICENSE" in files
 

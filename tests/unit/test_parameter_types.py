@@ -11,7 +11,7 @@ def types_of(schema: dict[str, Any], text: str) -> str:
     tool = {
         "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": schema}}}
     }
-    return ParameterTypes([tool]).to_json("f", "a", text)
+    return ParameterTypes([tool]).to_json("f", "a", text=text)
 
 
 def test_a_schema_may_refer_to_itself_many_times() -> None:

@@ -50,6 +50,7 @@ def wait_until_stopped(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_peer_computes_the_model(checkpoint: Path, tmp_path: Path) -> None:
     source = random.Random(0)
     prompts = [source.choices(range(160), k=32) for _ in range(4)]
@@ -125,7 +126,7 @@ def test_transformers_runs_in_its_own_environment_once_that_is_installed(tmp_pat
 def test_missing_environment_names_the_command_that_installs_it(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / STAMP).write_text("of another version")
-    with pytest.raises(PeerError, match=r"moeserve\.bench\.peers\.install llama\.cpp"):
+    with pytest.raises(PeerError, match=r"moeserve bench peers llama\.cpp"):
         make_gguf(checkpoint, "bf16", tmp_path)
 
 
@@ -156,7 +157,7 @@ def test_an_environment_is_made_once_and_again_after_an_interruption(
 
 def test_pip_gets_the_options_and_an_older_python_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(install_module, "run", lambda command, *rest: commands.append(command))
+    monkeypatch.setattr(install_module.processes, "run", lambda command, *rest: commands.append(command))
     monkeypatch.setattr(install_module.venv, "create", lambda home, with_pip: home.mkdir())
     monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 10))
     install_module.main(["kt-kernel", "--folder", str(tmp_path), "--pip-option=--extra-index-url=some-index"])

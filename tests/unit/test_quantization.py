@@ -14,10 +14,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve import CheckpointError
 from moeserve.layers.rows import Destination, whole
-from moeserve.models.checkpoint import loading as weight_loading
 from moeserve.models.checkpoint.float4_tensors import decode_fp4, e8m0_values
 from moeserve.models.checkpoint.float8_tensors import decode_fp8
-from moeserve.models.checkpoint.loading import Destinations, load_weights
+from moeserve.models.checkpoint.loading import PIECE_VALUES, Destinations, load_weights
 from moeserve.models.checkpoint.shards import open_checkpoint
 from moeserve.models.checkpoint.tensors import StoredTensor
 from moeserve.models.checkpoint.weight_format import WeightFormat, read_weight_format
@@ -57,9 +56,11 @@ def fp8(block: tuple[int, int] = (128, 128)) -> WeightFormat:
     return format_of(FP8_CONFIG | {"weight_block_size": [*block]})
 
 
-def load(folder: Path, weight_format: WeightFormat, into: dict[str, Destination]) -> None:
-    places = {name: [place] for name, place in into.items()}
-    load_weights(open_checkpoint(folder, weight_format), Destinations(places), show_progress=False)
+def load(
+    folder: Path, weight_format: WeightFormat, into: dict[str, Destination], piece_values: int = PIECE_VALUES
+) -> None:
+    places = Destinations({name: [place] for name, place in into.items()})
+    load_weights(open_checkpoint(folder, weight_format), places, show_progress=False, piece_values=piece_values)
 
 
 def test_every_fp8_code_decodes_as_in_torch() -> None:
@@ -78,36 +79,26 @@ def test_every_fp8_code_decodes_as_in_torch() -> None:
     [((256, 128), (128, 128)), ((200, 136), (128, 128)), ((70, 100), (32, 48)), ((5, 3), (128, 128))],
 )
 @pytest.mark.parametrize("piece_values", [500, 2**21])  # pieces that begin inside a block, and all at once
-def test_fp8_blocks(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    shape: tuple[int, int],
-    block: tuple[int, int],
-    piece_values: int,
-) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", piece_values)
+def test_fp8_blocks(tmp_path: Path, shape: tuple[int, int], block: tuple[int, int], piece_values: int) -> None:
     weight_OI, scale = random_fp8(*shape, block)
     norm = random(shape[1])
     save_file({"a.weight": weight_OI, "a.weight_scale_inv": scale, "n": norm}, tmp_path / "model.safetensors")
     memory_OI, memory_n = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[1])
-    load(tmp_path, fp8(block), {"a.weight": whole(memory_OI), "n": whole(memory_n)})
+    load(tmp_path, fp8(block), {"a.weight": whole(memory_OI), "n": whole(memory_n)}, piece_values)
     assert torch.equal(memory_OI, dequantised(weight_OI, scale, block).bfloat16())
     assert torch.equal(memory_n, norm)
 
 
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (200,), (200, 1)])
-def test_fp8_with_a_scale_for_the_matrix_or_each_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], suffix: str
-) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", 5000)
+def test_fp8_with_a_scale_for_the_matrix_or_each_row(tmp_path: Path, shape: tuple[int, ...], suffix: str) -> None:
     weight_OI, _ = random_fp8(200, 136, (128, 128))
     scale = random(*shape).abs()
     stored = {"a.weight": weight_OI, f"a.weight{suffix}": scale, "a.input_scale": torch.tensor(0.5)}
     save_file(stored, tmp_path / "model.safetensors")
     memory_OI = torch.empty(200, 136)
     static = {"quant_method": "fp8", "activation_scheme": "static"}
-    load(tmp_path, format_of(static), {"a.weight": whole(memory_OI)})
+    load(tmp_path, format_of(static), {"a.weight": whole(memory_OI)}, piece_values=5000)
     assert torch.equal(memory_OI, weight_OI.float() * (scale[:, None] if scale.dim() == 1 else scale))
 
 
@@ -188,14 +179,11 @@ def test_destination_whose_dimensions_are_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece_values", [1, 30, 2**21])
-def test_destination_whose_first_dimension_is_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_values: int
-) -> None:
-    monkeypatch.setattr(weight_loading, "PIECE_VALUES", piece_values)
+def test_destination_whose_first_dimension_is_split(tmp_path: Path, piece_values: int) -> None:
     published = random(6, 7)
     save_file({"p": published}, tmp_path / "model.safetensors")
     memory = torch.empty(2, 3, 7)
-    load(tmp_path, WeightFormat(), {"p": Destination(memory.transpose(0, 1), (6, 7), ())})
+    load(tmp_path, WeightFormat(), {"p": Destination(memory.transpose(0, 1), (6, 7), ())}, piece_values)
     assert torch.equal(memory, published.view(3, 2, 7).transpose(0, 1))
 
 

@@ -18,7 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     yarn_apply_mscale,
 )
 
-from moeserve.layers.rotary import Rotary, RotaryConfig, TemperatureConfig
+from moeserve.layers.rotary import Rotary, RotarySpec, TemperatureSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.ops import rows as rows_ops
 from moeserve.ops.select import select_backend
@@ -48,7 +48,7 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
-def rotated(config: RotaryConfig, heads_TNH: Tensor, *positions: int) -> Tensor:
+def rotated(config: RotarySpec, heads_TNH: Tensor, *positions: int) -> Tensor:
     return rows_ops.make(select_backend(CPU)).apply_rope(
         heads_TNH.clone(), Rotary(config, CPU).at(torch.tensor(positions))
     )
@@ -58,7 +58,7 @@ def rotated(config: RotaryConfig, heads_TNH: Tensor, *positions: int) -> Tensor:
 @pytest.mark.parametrize("dim", [10, 6])
 def test_rotation_keeps_lengths_and_products_depend_on_the_distance(dim: int, is_interleaved: bool) -> None:
     torch.manual_seed(0)
-    config = RotaryConfig(dim=dim, theta=10000.0, is_interleaved=is_interleaved)
+    config = RotarySpec(dim=dim, theta=10000.0, is_interleaved=is_interleaved)
     query, key = torch.randn(1, 1, 10), torch.randn(1, 1, 10)
 
     def product(query_position: int, key_position: int) -> float:
@@ -77,7 +77,7 @@ def test_pairs_equal_those_of_transformers(is_interleaved: bool) -> None:
     """Transformers moves the values of interleaved pairs, in queries and keys alike, so products are compared."""
     torch.manual_seed(0)
     query_TNH, key_TNH = torch.randn(5, 3, 8), torch.randn(5, 1, 8)
-    config = RotaryConfig(dim=8, theta=100.0, is_interleaved=is_interleaved)
+    config = RotarySpec(dim=8, theta=100.0, is_interleaved=is_interleaved)
     positions = [0, 1, 17, 400, 3]
     angles = torch.tensor(positions)[:, None] * config.frequencies()
     cosines, sines = (torch.cat([part, part], dim=-1)[None] for part in (angles.cos(), angles.sin()))
@@ -121,7 +121,7 @@ def test_old_and_new_spelling_are_equivalent(tmp_path: Path) -> None:
 def test_power_temperatures_are_those_of_transformers() -> None:
     """The positions are those of long contexts, where the factors differ much from one."""
     positions = torch.tensor([0, 7, 2047, 2048, 8191, 131071])
-    config = TemperatureConfig(dim=2, weight=0.1, length=2048, offset=1, is_power=True)
+    config = TemperatureSpec(dim=2, weight=0.1, length=2048, offset=1, is_power=True)
     factors = config.at(positions).cosines[:, 0]
     assert float(factors[-1]) > 1.5
     torch.testing.assert_close(factors, compute_attention_scaling(positions[None])[0, 0, :, 0], atol=0, rtol=0)

@@ -7,22 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model_context import cpu_context
+from build_contexts import cpu_context
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from moeserve.layers.moe.router import Router
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 
 CPU = torch.device("cpu")
 WIDTH = 9
 
 CONFIGS = {
-    "mixtral": RouterConfig(num_experts=5, top_k=3, is_normalized=True),
-    "qwen": RouterConfig(num_experts=7, top_k=2, scale=1.0),
-    "deepseek-v2": RouterConfig(num_experts=12, top_k=4, num_groups=3, num_chosen_groups=2, scale=16.0),
-    "deepseek-v3": RouterConfig(
+    "mixtral": RouterSpec(num_experts=5, top_k=3, is_normalized=True),
+    "qwen": RouterSpec(num_experts=7, top_k=2, scale=1.0),
+    "deepseek-v2": RouterSpec(num_experts=12, top_k=4, num_groups=3, num_chosen_groups=2, scale=16.0),
+    "deepseek-v3": RouterSpec(
         num_experts=12,
         top_k=5,
         scoring="sigmoid",
@@ -33,12 +33,12 @@ CONFIGS = {
         scale=2.5,
         has_correction=True,
     ),
-    "kimi": RouterConfig(num_experts=6, top_k=3, scoring="sigmoid", is_normalized=True, scale=2.8, has_correction=True),
-    "gpt-oss": RouterConfig(num_experts=6, top_k=4, scoring="softmax_of_chosen", has_bias=True),
+    "kimi": RouterSpec(num_experts=6, top_k=3, scoring="sigmoid", is_normalized=True, scale=2.8, has_correction=True),
+    "gpt-oss": RouterSpec(num_experts=6, top_k=4, scoring="softmax_of_chosen", has_bias=True),
 }
 
 
-def make_router(config: RouterConfig) -> Router:
+def make_router(config: RouterSpec) -> Router:
     router = Router(config, WIDTH, cpu_context())
     for weight in router.parameters():
         weight.normal_(0.0, 0.5)

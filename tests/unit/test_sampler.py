@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from moeserve.config.devices import DEVICES
 from moeserve.errors import EngineError
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.sampling import make
@@ -106,7 +107,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return a function that sets the number of scores processed together."""
 
     def set_sizes(piece_size: int) -> None:
-        monkeypatch.setattr(sampling, "PIECE_SIZE", {"cpu": piece_size, "cuda": piece_size})
+        monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], sampling_piece=piece_size))
         monkeypatch.setattr(sampling, "FLOAT_PIECE_SIZE", piece_size)
 
     return set_sizes
@@ -226,7 +227,7 @@ def test_tokens_equal_the_reference(batch: tuple[Tensor, list[RowSpec]], piece_s
     expected = [reference_token(logits, spec) for logits, spec in zip(logits_LV.tolist(), specs, strict=True)]
     before_LV = logits_LV.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "PIECE_SIZE", {"cpu": piece_size})
+        patch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], sampling_piece=piece_size))
         patch.setattr(sampling, "FLOAT_PIECE_SIZE", piece_size)
         assert tokens(logits_LV, specs) == expected
     assert torch.equal(logits_LV, before_LV), "the caller's logits were changed"

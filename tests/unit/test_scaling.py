@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from played_replicas import Group
+from played_replicas import Group, PlayedLauncher
 from scaling_story import Plot, Story, go_on, patch_waits
 from test_engine_restart import config_of
 
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine import restart
-from moeserve.engine.replicas import Replicas
+from moeserve.engine.engine import Engine
+from moeserve.engine.launcher import WorkerGroup
 from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError
-from moeserve.processes.worker_group import WorkerGroup
 
 UP = Plot((("a", 2),))
 
@@ -125,7 +125,7 @@ def test_shrink_drops_a_replica_at_each_failure_and_when_starts_fail_for_long(
             process.load()
         return groups[-1].workers()
 
-    engine = Replicas(shrinking(3), start, config_of=shrinking)
+    engine = Engine(shrinking(3), PlayedLauncher(start), config_of=shrinking)
     for _ in range(3):
         groups[-1].processes[-1].kill()
         engine.step()

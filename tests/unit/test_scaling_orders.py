@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from played_replicas import PlayedLauncher
 from scaling_search import explore
 from scaling_story import Plot, SleepingPoll, patch_waits
 
-from moeserve.engine import replicas
+from moeserve.engine import engine
+from moeserve.engine.engine import Engine
 from moeserve.engine.generation import Generation
 from moeserve.engine.in_flight import RequestsInFlight
-from moeserve.engine.replicas import Replicas
 from moeserve.engine.scaling import Scaling
 from moeserve.protocol import RequestUpdate
 
@@ -56,7 +57,7 @@ def test_every_order_of_events_with_at_most_one_fault(plot: Plot) -> None:
     assert min(counts["scaled"], counts["refused"]) > 20, counts
 
 
-class TakesOldUpdates(Replicas):
+class TakesOldUpdates(Engine):
     """Updates of the processes that have served are taken after the change, beside those of the new ones."""
 
     def _let_serve(self, generation: Generation) -> None:
@@ -67,7 +68,7 @@ class TakesOldUpdates(Replicas):
             self._poll = SleepingPoll([*old.index_of, *generation.index_of], self._wake_up.fd)
 
 
-class SwitchesTooEarly(Replicas):
+class SwitchesTooEarly(Engine):
     """Requests go to the new processes before these have loaded."""
 
     def _advance_scaling(self) -> None:
@@ -77,7 +78,7 @@ class SwitchesTooEarly(Replicas):
         super()._advance_scaling()
 
 
-class OverlooksFailures(Replicas):
+class OverlooksFailures(Engine):
     """A process that fails while it loads is waited for."""
 
     def _advance_scaling(self) -> None:
@@ -86,7 +87,7 @@ class OverlooksFailures(Replicas):
             super()._advance_scaling()
 
 
-class OverlooksNewProcesses(Replicas):
+class OverlooksNewProcesses(Engine):
     """The messages of processes that load do not end a wait."""
 
     def _watch(self) -> None:
@@ -94,21 +95,21 @@ class OverlooksNewProcesses(Replicas):
         self._poll = SleepingPoll(list(self._serving), self._wake_up.fd)
 
 
-class WatchesEndedProcesses(Replicas):
+class WatchesEndedProcesses(Engine):
     """The file descriptors of processes that were ended after a failure end every wait."""
 
     def _watch_nothing(self) -> None:
         pass
 
 
-class ClosesTooEarly(Replicas):
+class ClosesTooEarly(Engine):
     """A shutdown frees what worker groups use while one is started."""
 
     def shutdown(self) -> None:
         if not self._is_shut_down:
-            close, self._close = self._close, lambda: None
+            launcher, self._launcher = self._launcher, PlayedLauncher(self._launcher.start)
             super().shutdown()
-            close()
+            launcher.close()
 
 
 class ForgetsRequests(RequestsInFlight):
@@ -135,7 +136,7 @@ class ContinuesAsleep(RequestsInFlight):
 
 
 class ForgetsSleepers(RequestsInFlight):
-    """Replicas that fell asleep before a request arrived are not woken for it."""
+    """Engine that fell asleep before a request arrived are not woken for it."""
 
     def wake_sleepers(self) -> None:
         self._has_sleepers = False
@@ -202,11 +203,11 @@ LOST_WAKE_UP = "nothing can happen|only the time limit"
     ],
 )
 def test_planted_bug_is_found(
-    bug: type[Replicas | RequestsInFlight | Scaling], plot: Plot, violation: str, monkeypatch: pytest.MonkeyPatch
+    bug: type[Engine | RequestsInFlight | Scaling], plot: Plot, violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for part in (RequestsInFlight, Scaling):
         if issubclass(bug, part):
-            monkeypatch.setattr(replicas, part.__name__, bug)
+            monkeypatch.setattr(engine, part.__name__, bug)
     with pytest.raises(AssertionError, match=violation) as found:
-        explore(plot, bug if issubclass(bug, Replicas) else Replicas)
+        explore(plot, bug if issubclass(bug, Engine) else Engine)
     print(found.value)

@@ -28,7 +28,7 @@ from moeserve.protocol import (
     SavedState,
     StoreTransfer,
     Transfer,
-    TransferOutcome,
+    TransferResult,
 )
 from moeserve.scheduling.commit import PlansInFlight
 from moeserve.scheduling.request import LiveRequest
@@ -242,18 +242,18 @@ class SharesBlocksThatWereNotLoaded(SchedulerWithParts):
     """It takes a load for whole that has failed."""
 
     class transfers_class(BlockTransfers):
-        def end(self, outcome: TransferOutcome) -> LiveRequest | None:
-            num_items = len(self._in_flight[outcome.number].places)
-            return super().end(msgspec.structs.replace(outcome, num_copied=num_items))
+        def end(self, result: TransferResult) -> LiveRequest | None:
+            num_items = len(self._in_flight[result.number].places)
+            return super().end(msgspec.structs.replace(result, num_copied=num_items))
 
 
 class LoadsForEver(Scheduler):
     """It loads the blocks of a request again and again, if they cannot be loaded."""
 
-    def end_transfer(self, outcome: TransferOutcome) -> None:
+    def end_transfer(self, result: TransferResult) -> None:
         assert self.transfers is not None
-        is_load = self.transfers._in_flight[outcome.number].request is not None
-        super().end_transfer(msgspec.structs.replace(outcome, num_copied=0) if is_load else outcome)
+        is_load = self.transfers._in_flight[result.number].request is not None
+        super().end_transfer(msgspec.structs.replace(result, num_copied=0) if is_load else result)
         for request in self._queue.waiting.values():
             request.may_load = True
 

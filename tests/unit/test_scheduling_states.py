@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -41,7 +42,7 @@ from moeserve.protocol import (
     StoreTransfer,
     TokenLogprobs,
     Transfer,
-    TransferOutcome,
+    TransferResult,
 )
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.scheduler import Scheduler
@@ -571,7 +572,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             match transfer:
                 case CancelReceive(number=number, receive=receive):
                     self.cancelled.add(receive)
-                    self.scheduler.end_transfer(TransferOutcome(number=number, num_copied=0, seconds=0.0))
+                    self.scheduler.end_transfer(TransferResult(number=number, num_copied=0, seconds=0.0))
                     continue
                 case StoreTransfer(is_load=True):
                     items = [self.store[key] for key in self.keys_in_store(transfer)]
@@ -628,7 +629,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert cached == self.garbage(place), "written meanwhile"
                 if index < num_copied:
                     self.write_item(place, item)
-        self.scheduler.end_transfer(TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=0.0))
+        self.scheduler.end_transfer(TransferResult(number=transfer.number, num_copied=num_copied, seconds=0.0))
 
     def keys_in_store(self, transfer: StoreTransfer) -> list[tuple[CacheKind, StoreKey]]:
         return [(place.kind, key) for place, key in zip(transfer.places, transfer.store_keys, strict=True)]
@@ -813,6 +814,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(given[1:])
 
 
+class ManyHistories(SchedulerMachine):
+    """`SchedulerMachine` with more examples."""
+
+
 def run_with_transfers(machine: SchedulerMachine, seed: int) -> tuple[int, int, int]:
     """Run a history in which few prompts return often, and some were computed elsewhere or are continued elsewhere.
 
@@ -870,6 +875,8 @@ def test_blocks_come_back_from_the_store_and_from_other_engines() -> None:
 
 
 BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+ManyHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 test_block_pool_histories = BlockPoolMachine.TestCase
 test_scheduler_histories = SchedulerMachine.TestCase
+test_many_scheduler_histories = pytest.mark.slow(ManyHistories.TestCase)

@@ -15,8 +15,8 @@ OTHER_MODELS = {
     *("qwen3_omni_moe_talker_text", "switch_transformers", "vitpose_backbone"),
 }
 NOT_SERVED = {
-    *("doge", "inkling2_text"),
-    *("muse_spark_text", "qwen4_exp_text", "unlimited_ocr_text"),
+    "doge",
+    "unlimited_ocr_text",
 }
 
 

@@ -175,7 +175,6 @@ def test_a_prompt_discarded_while_its_lock_is_held_ends_when_the_lock_is_free(
     assert engine.aborted == [collected]
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_does_not_wait_for_the_step_of_another_thread(session: Session, engine: Engine) -> None:
     prompt_id = submit(session)
     is_running, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import settings_table
 
 from moeserve import SettingsError, cli
 from moeserve.cli import serve
 from moeserve.cli.parser import Parser, engine_settings, given
 from moeserve.cli.sources import add_sources
-from moeserve.config.settings import Settings
+from moeserve.config.settings import Settings, SpeculativeConfig
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_names import VllmSettings
 from moeserve.server.settings import ServerSettings
@@ -50,6 +53,20 @@ def test_the_command_line_wins_over_the_environment_and_the_environment_over_the
     monkeypatch.setenv("MOESERVE_CONFIG", str(file))
     assert server_settings("--port", "3") == {"port": 3, "max_waiting": 2, "drain_timeout": 1.0}
     assert server_settings("--port", "3", "--config", str(file))["drain_timeout"] == 1.0
+
+
+def test_the_example_of_the_document(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = settings_table.DOCUMENT.read_text()
+    ((text, command),) = re.findall(r"```yaml\n(.*?)```\n\n```bash\n(.*?)\n```", document, re.DOTALL)
+    variable, _, _, *arguments = shlex.split(command)
+    monkeypatch.chdir(file.parent)
+    monkeypatch.setenv(*variable.split("="))
+    file.write_text(text)
+    options = read(*arguments)
+    assert given(options, ServerSettings) == {"port": 8001, "max_waiting": 64, "api_key": ["first-key", "second-key"]}
+    settings = parse_settings(engine_settings(options))
+    assert (settings.model.model, settings.parallel.data_parallel_size) == ("/models/mixtral", 2)
+    assert settings.scheduler.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 
 
 def test_an_earlier_source_hides_the_name_that_vllm_has_for_a_setting(

@@ -98,6 +98,7 @@ def test_repeated_tokens(seed: int) -> None:
     assert repeated_tokens(traffic, BLOCK_SIZE) == num_repeated > 0
 
 
+@pytest.mark.slow_but("host memory-1", "several pools-0", "resize-0")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["host memory", "pools", "several pools", "resize"])
 def test_driving_all_replicas_gives_the_same_outcome(small_mixtral: Path, kind: str, seed: int) -> None:

@@ -144,9 +144,8 @@ def test_the_seed_decides_the_routers_and_nothing_else(dense: Path, tmp_path: Pa
 # ---- what is written ----
 
 
-def test_shards_stay_below_the_limit(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upcycle_module, "MAX_SHARD_BYTES", 60_000)
-    upcycle(dense, tmp_path / "moe", show_progress=False)
+def test_shards_stay_below_the_limit(dense: Path, tmp_path: Path) -> None:
+    upcycle(dense, tmp_path / "moe", max_shard_bytes=60_000, show_progress=False)
     index = json.loads((tmp_path / "moe" / "model.safetensors.index.json").read_text())
     held = {shard.name: load_file(shard) for shard in (tmp_path / "moe").glob("*.safetensors")}
     sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in held.values()]
@@ -205,10 +204,9 @@ def test_a_failure_leaves_nothing(dense: Path, tmp_path: Path, monkeypatch: pyte
             raise OSError("no space left on device")
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(upcycle_module, "MAX_SHARD_BYTES", 60_000)
     monkeypatch.setattr(upcycle_module, "save_file", write_one_then_fail)
     with pytest.raises(CheckpointError, match="no space left on device"):
-        upcycle(dense, tmp_path / "moe", show_progress=False)
+        upcycle(dense, tmp_path / "moe", max_shard_bytes=60_000, show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 

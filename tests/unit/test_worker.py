@@ -38,9 +38,9 @@ def test_every_round_begins_a_step_of_the_groups(plain: Reference, monkeypatch: 
         end_token_ids=[],
     )
     plan = StepPlan(step=1, slots=[0], starts=[0], lengths=[2], registrations=[registration])
-    outcomes = [worker.execute(round_of(number, plan if number == 1 else None)) for number in range(3)]
+    results = [worker.execute(round_of(number, plan if number == 1 else None)) for number in range(3)]
     assert begun == [0, 1, 2]
-    assert [outcome.agreement.is_idle for outcome in outcomes] == [True, False, True]
-    result = outcomes[1].result
+    assert [result.agreement.is_idle for result in results] == [True, False, True]
+    result = results[1].result
     assert result is not None
     assert [token_id for chunk in result.chunks for token_id in chunk.token_ids] == plain.greedy([5, 6], 1)

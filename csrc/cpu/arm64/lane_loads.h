@@ -29,6 +29,16 @@ MOESERVE_INLINE Float<W> load_bytes(const char* source) {
   return __builtin_convertvector(lanes, Float<W>);
 }
 
+// Load W float16 as floats.
+template <int W>
+MOESERVE_INLINE Float<W> load_float16(const char* source) {
+  double halves;
+  std::memcpy(&halves, source, sizeof(halves));
+  Float<W> lanes;
+  asm("fcvtl %0.4s, %1.4h" : "=w"(lanes) : "w"(halves));
+  return lanes;
+}
+
 // Return the bytes of a table at the indices in the bytes of `indices`, which are below 16.
 template <int W>
 MOESERVE_INLINE typename Vector<W>::UInt look_up(const ByteTable& table, const typename Vector<W>::UInt& indices) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cpu/block_tile.h"
 #include "cpu/product_tile.h"
 
 // Sums are copied before and after the assembly, because GCC would otherwise keep some sums of an array in memory.
@@ -54,6 +55,23 @@ struct SignedInt8Weights : Int8Weights<W> {
   static MOESERVE_INLINE Scales scales(const char*, int) { return {}; }
 };
 
+// Weights of Q8_0 as signed bytes.
+template <int W>
+struct SignedQ8Weights : SignedInt8Weights<W> {
+  static constexpr int64_t kGroupBytes = kQ8GroupBytes;
+  struct Scales {
+    Float<W> scales;
+
+    MOESERVE_INLINE Float<W> apply(Float<W> sums, const RowScale& row) const {
+      return sums * (scales * broadcast<W>(row.scale));
+    }
+  };
+
+  static MOESERVE_INLINE Scales scales(const char* group, int v) {
+    return {load_float16<W>(group + kQ8ScalesAt + v * W * 2)};
+  }
+};
+
 // Products with SDOT, which adds four products of signed bytes.
 template <int W, template <int> typename Weights>
 struct ByteDotProducts : Weights<W> {
@@ -84,6 +102,50 @@ struct WidenedByteProducts : Weights<W> {
     asm("sadalp %0.4s, %1.8h" : "+w"(added) : "w"(pairs));
     sums = added;
   }
+};
+
+// Weights in blocks as signed bytes. `Dot` adds the products of bytes to 32-bit sums.
+template <int W, WeightFormat kType, typename Dot>
+struct SignedBlockProducts : BlockWeights<W, kType> {
+  using Weights = BlockWeights<W, kType>;
+  using typename Weights::Int;
+  using typename Weights::UInt;
+  static constexpr int kMaxRows = Dot::kMaxRows;
+  static constexpr int kSumSteps = Weights::kScaleSteps;
+  static constexpr ByteTable kTable = table_of_iq4(0);
+  using Sums = Int;
+
+  static MOESERVE_INLINE UInt weights(const char* group, int step, int v) {
+    const UInt codes = Weights::codes(group, step, v);
+    if constexpr (kType == WeightFormat::kIQ4_XS) return look_up<W>(kTable, codes);
+    if constexpr (offset_of_codes(kType) == 0) return codes;
+    typedef int8_t Bytes __attribute__((vector_size(W * 4)));
+    return reinterpret_cast<UInt>(reinterpret_cast<Bytes>(codes) - offset_of_codes(kType));
+  }
+  static MOESERVE_INLINE Sums begin(const char*) { return Sums{}; }
+  static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
+    Dot::add(sums, weights, values);
+  }
+  static MOESERVE_INLINE Int scales(const char* bytes) {
+    return Int{static_cast<int8_t>(bytes[0]), static_cast<int8_t>(bytes[1]), static_cast<int8_t>(bytes[2]),
+               static_cast<int8_t>(bytes[3])};
+  }
+  static MOESERVE_INLINE Int scaled(const Sums& sums, const Int& scales) { return sums * scales; }
+  static MOESERVE_INLINE Int dot_pairs(const typename Vector<W>::Halves& a, const UInt& b) {
+    const auto first = reinterpret_cast<Int>(a), second = reinterpret_cast<Int>(b);
+    return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
+  }
+};
+
+// The products of all quantised formats by `Dot`.
+template <int W, template <int, template <int> typename> typename Dot>
+struct QuantizedProducts {
+  using Int8 = Dot<W, SignedInt8Weights>;
+  using Int4 = Dot<W, Int4Weights>;
+  using Mxfp4 = Dot<W, Mxfp4Weights>;
+  using Q8 = Dot<W, SignedQ8Weights>;
+  template <WeightFormat kType>
+  using Blocks = SignedBlockProducts<W, kType, Int8>;
 };
 
 }  // namespace moeserve

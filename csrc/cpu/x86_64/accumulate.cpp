@@ -17,15 +17,13 @@ namespace {
 constexpr int64_t inputs_of_block(int num_tiles) { return num_tiles <= 4 ? 128 : kBlockInputs; }
 
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const ProductWork& work, float* sums) {
-  accumulate<8, WidenedProducts<8>, WidenedByteProducts<8>, NibbleProducts<8>, SignedNibbleProducts<8>>(work, sums);
+  accumulate<8, WidenedProducts<8>, PairProducts<8>>(work, sums);
 }
 MOESERVE_TARGET_AVX2 void accumulate_avx2_vnni(const ProductWork& work, float* sums) {
-  accumulate<8, WidenedProducts<8>, ByteDotProducts<8, Int8Weights>, ByteDotProducts<8, Int4Weights>,
-             ByteDotProducts<8, Mxfp4Weights>>(work, sums);
+  accumulate<8, WidenedProducts<8>, DotProducts<8>>(work, sums);
 }
 MOESERVE_TARGET_AVX512 void accumulate_avx512(const ProductWork& work, float* sums) {
-  accumulate<16, WidenedProducts<16>, ByteDotProducts<16, Int8Weights>, ByteDotProducts<16, Int4Weights>,
-             ByteDotProducts<16, Mxfp4Weights>>(work, sums);
+  accumulate<16, WidenedProducts<16>, DotProducts<16>>(work, sums);
 }
 
 // Call run(std::integral_constant) with the number of rows, from 1 to kDotRows, as a constant.
@@ -99,7 +97,7 @@ void accumulate_amx(const ProductWork& work, float* sums) {
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
   const int num_tiles = (work.num_rows + kAmxRows - 1) / kAmxRows;
-  const int64_t input_bytes = bytes_per_input(WeightFormat::kBFloat16);
+  const int64_t input_bytes = 2 * kPanel;
   const int64_t num_bytes = work.num_inputs * input_bytes;
   const int64_t num_whole = work.num_inputs / kAmxInputs * kAmxInputs;
   const int64_t step = num_tiles == 1 ? num_whole : inputs_of_block(num_tiles);
@@ -148,6 +146,8 @@ Accumulate choose_accumulate(Isa isa) {
   return accumulate_amx;
 }
 
-bool widens_rows(WeightFormat format, Isa isa) { return isa == Isa::kAvx2 && format == WeightFormat::kInt8; }
+bool widens_rows(WeightFormat format, Isa isa) {
+  return isa == Isa::kAvx2 && (format == WeightFormat::kInt8 || format == WeightFormat::kQ8_0);
+}
 
 }  // namespace moeserve

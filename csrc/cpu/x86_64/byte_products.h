@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "cpu/block_tile.h"
 #include "cpu/product_tile.h"
 
 namespace moeserve {
@@ -26,10 +28,10 @@ struct ByteDotProducts : Weights<W> {
   }
 };
 
-// int8 with AVX2 alone: first bytes 0 and 2 of the words, then bytes 1 and 3, as 16-bit integers. Multiplying bytes
-// directly (VPMADDUBSW) would saturate.
-template <int W>
-struct WidenedByteProducts : Int8Weights<W> {
+// Unsigned bytes with AVX2 alone: first bytes 0 and 2 of the words, then bytes 1 and 3, as 16-bit integers. Multiplying
+// bytes directly (VPMADDUBSW) would saturate.
+template <int W, template <int> typename Weights>
+struct WidenedByteProducts : Weights<W> {
   static constexpr int kMaxRows = 4;
   static constexpr int kRowBytes = 8;
   static constexpr int kParts = 2;
@@ -110,6 +112,140 @@ struct SignedNibbleProducts : NibbleProducts<W, Mxfp4Weights<W>> {
     NibbleProducts<W, Mxfp4Weights<W>>::add(sums, weights.magnitudes, signed_values);
   }
   static MOESERVE_INLINE Scales scales(const char* group, int v) { return {Mxfp4Weights<W>::powers(group, v)}; }
+};
+
+// Return the sums of the products of two 16-bit integers for each output.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::Int multiply_pairs(const typename Vector<W>::Halves& a,
+                                                       const typename Vector<W>::UInt& b) {
+  typename Vector<W>::Int sums;
+  asm("vpmaddwd %2, %1, %0" : "=v"(sums) : "v"(a), "vm"(b));
+  return sums;
+}
+
+template <int W>
+MOESERVE_INLINE typename Vector<W>::Int load_signed_bytes(const char* source) {
+  typedef int8_t Bytes __attribute__((vector_size(W), aligned(1), may_alias));
+  typename Vector<W>::Int lanes;
+  asm("vpmovsxbd %1, %0" : "=v"(lanes) : "m"(*reinterpret_cast<const Bytes*>(source)));
+  return lanes;
+}
+
+template <int W>
+MOESERVE_INLINE typename Vector<W>::Halves broadcast_quarters(const char* quarters) {
+  return reinterpret_cast<typename Vector<W>::Halves>(broadcast_word<W>(quarters));
+}
+
+// Weights in blocks with VPDPBUSD. Codes that stand for signed values are multiplied with an offset, and sums begin
+// with the correction.
+template <int W, WeightFormat kType>
+struct BlockDotProducts : BlockWeights<W, kType> {
+  using Weights = BlockWeights<W, kType>;
+  using typename Weights::Int;
+  using typename Weights::UInt;
+  static constexpr int kMaxRows = 6;  // with two vectors of sums for each vector of outputs
+  static constexpr int kSumSteps = Weights::kScaleSteps;
+  static constexpr int kOffset = kType == WeightFormat::kIQ4_XS ? 128 : offset_of_codes(kType);
+  static constexpr ByteTable kTable = table_of_iq4(kOffset);
+  using Sums = Int;
+
+  static MOESERVE_INLINE UInt weights(const char* group, int step, int v) {
+    const UInt codes = Weights::codes(group, step, v);
+    return kType == WeightFormat::kIQ4_XS ? look_up<W>(kTable, codes) : codes;
+  }
+  static MOESERVE_INLINE Sums begin(const char* quarters) {
+    if constexpr (kOffset == 0) return Sums{};
+    auto sums = broadcast_quarters<W>(quarters);
+    if constexpr (kSumSteps == 8) sums += broadcast_quarters<W>(quarters + 4);
+    return -multiply_pairs<W>(sums, UInt{} + 0x10001u * kOffset);
+  }
+  static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
+    ByteDotProducts<W, Int8Weights>::add(sums, weights, values);
+  }
+  static MOESERVE_INLINE Int scales(const char* bytes) { return load_signed_bytes<W>(bytes); }
+  static MOESERVE_INLINE Int scaled(const Sums& sums, const Int& scales) { return sums * scales; }
+  static MOESERVE_INLINE Int dot_pairs(const typename Vector<W>::Halves& a, const UInt& b) {
+    return multiply_pairs<W>(a, b);
+  }
+};
+
+// Weights in blocks with AVX2 alone. The sums of pairs of products fit in 16 bits for some steps: if codes have an
+// offset, modulo 2^16, once the correction is added.
+template <int W, WeightFormat kType>
+struct BlockPairProducts : BlockWeights<W, kType> {
+  using Weights = BlockWeights<W, kType>;
+  using typename Weights::Int;
+  using typename Weights::UInt;
+  static constexpr int kMaxRows = 4;
+  static constexpr int kSumSteps = kType == WeightFormat::kQ4_K ? 8 : 4;
+  static constexpr int kOffset = offset_of_codes(kType);
+  static constexpr int kHighest = kOffset > 0 ? kOffset : (16 << Weights::kLayout.high_bits) - 1;
+  static_assert(kSumSteps * 2 * 127 * kHighest <= INT16_MAX);
+  using Sums = typename Vector<W>::Halves;
+
+  static MOESERVE_INLINE UInt weights(const char* group, int step, int v) { return Weights::codes(group, step, v); }
+  static MOESERVE_INLINE Sums begin(const char* quarters) {
+    if constexpr (kOffset == 0) return Sums{};
+    return broadcast_quarters<W>(quarters) * static_cast<uint16_t>(-kOffset);
+  }
+  static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
+    Sums products;
+    asm("vpmaddubsw %2, %1, %0" : "=x"(products) : "x"(weights), "x"(values));
+    sums += products;
+  }
+  static MOESERVE_INLINE UInt scales(const char* bytes) {
+    const auto scales = reinterpret_cast<UInt>(load_signed_bytes<W>(bytes));
+    return scales << 16 | (scales & 0xFFFFu);
+  }
+  static MOESERVE_INLINE Int scaled(const Sums& sums, const UInt& scales) { return multiply_pairs<W>(sums, scales); }
+  static MOESERVE_INLINE Int dot_pairs(const Sums& a, const UInt& b) { return multiply_pairs<W>(a, b); }
+};
+
+// IQ4_XS with AVX2 alone: the sign of a weight is moved to the value. The sums of two products fill 16 bits.
+template <int W>
+struct SignedBlockProducts : BlockPairProducts<W, WeightFormat::kIQ4_XS> {
+  using Pairs = BlockPairProducts<W, WeightFormat::kIQ4_XS>;
+  using typename Pairs::Sums;
+  using typename Pairs::UInt;
+  static constexpr int kSumSteps = 1;
+  static constexpr ByteTable kTable = table_of_iq4(0);
+  struct SignedWeights {
+    UInt magnitudes;
+    UInt signs;
+  };
+
+  static MOESERVE_INLINE SignedWeights weights(const char* group, int step, int v) {
+    const UInt values = look_up<W>(kTable, Pairs::codes(group, step, v));
+    UInt magnitudes;
+    asm("vpabsb %1, %0" : "=x"(magnitudes) : "x"(values));
+    return {magnitudes, values};
+  }
+  static MOESERVE_INLINE void add(Sums& sums, const SignedWeights& weights, const UInt& values) {
+    UInt signed_values;
+    asm("vpsignb %2, %1, %0" : "=x"(signed_values) : "x"(values), "x"(weights.signs));
+    Pairs::add(sums, weights.magnitudes, signed_values);
+  }
+};
+
+// The products of all formats with VPDPBUSD, and with AVX2 alone.
+template <int W>
+struct DotProducts {
+  using Int8 = ByteDotProducts<W, Int8Weights>;
+  using Int4 = ByteDotProducts<W, Int4Weights>;
+  using Mxfp4 = ByteDotProducts<W, Mxfp4Weights>;
+  using Q8 = ByteDotProducts<W, Q8Weights>;
+  template <WeightFormat kType>
+  using Blocks = BlockDotProducts<W, kType>;
+};
+template <int W>
+struct PairProducts {
+  using Int8 = WidenedByteProducts<W, Int8Weights>;
+  using Int4 = NibbleProducts<W>;
+  using Mxfp4 = SignedNibbleProducts<W>;
+  using Q8 = WidenedByteProducts<W, Q8Weights>;
+  template <WeightFormat kType>
+  using Blocks =
+      std::conditional_t<kType == WeightFormat::kIQ4_XS, SignedBlockProducts<W>, BlockPairProducts<W, kType>>;
 };
 
 }  // namespace moeserve

@@ -36,6 +36,15 @@ MOESERVE_INLINE typename Vector<W>::UInt load_halves(const void* source) {
   return lanes;
 }
 
+// Load W float16 as floats.
+template <int W>
+MOESERVE_INLINE Float<W> load_float16(const char* source) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * W), aligned(1), may_alias));
+  Float<W> lanes;
+  asm("vcvtph2ps %1, %0" : "=v"(lanes) : "m"(*reinterpret_cast<const Halves*>(source)));
+  return lanes;
+}
+
 // Return the bytes of a table at the indices in the bytes of `indices`, which are below 16.
 template <int W>
 MOESERVE_INLINE typename Vector<W>::UInt look_up(const ByteTable& table, const typename Vector<W>::UInt& indices) {

@@ -34,9 +34,9 @@ from moeserve.executor.ray.placement import Place
 from moeserve.processes import logs
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
-from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send_failures
+from moeserve.processes.supervision import SECONDS_TO_EXIT, Watched, WatchedProcess, send_failures
 from moeserve.processes.wake_up import WakeUp
-from moeserve.protocol import Transfer, TransferOutcome
+from moeserve.protocol import Transfer, TransferResult
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker.protocol import RankStart
 
@@ -124,9 +124,9 @@ class RankActor(ActorProcess):
         self._store: Any = None
         self._worker: Any = None
         self._thread = threading.local()
-        self._num_threads, self._answers = 1, False
+        self._answers = False
         self._transfers: Any = None
-        self._ends: dict[int, Future[TransferOutcome]] = {}  # of transfers in progress, by number
+        self._ends: dict[int, Future[TransferResult]] = {}  # of transfers in progress, by number
 
     def facts(self, data: bytes) -> bytes:
         """Return the `NodeFacts` of the actor's node, which has the model's files then."""
@@ -145,11 +145,11 @@ class RankActor(ActorProcess):
         with self._reporting_failures():
             from moeserve.config.allocation import refusing_what_cannot_be_allocated
             from moeserve.models.checkpoint.model_files import on_this_host
-            from moeserve.worker.process import join
+            from moeserve.worker.rank_process import join
             from moeserve.worker.worker import Worker
 
             start = msgspec.msgpack.decode(data, type=RankStart)
-            self._num_threads, self._answers = start.config.compute.num_threads, start.answers
+            self._answers = start.answers
             config = on_this_host(start.config, only_cached=True)
             groups = join(start)
             with refusing_what_cannot_be_allocated(config):
@@ -160,30 +160,28 @@ class RankActor(ActorProcess):
 
     @ray.method(concurrency_group="transfers")
     def transfer(self, data: bytes) -> bytes:
-        """Run one transfer of KV cache blocks. Return its outcome."""
+        """Run one transfer of KV cache blocks. Return its result."""
         transfer = msgspec.msgpack.decode(data, type=Transfer)
-        end: Future[TransferOutcome] = Future()
+        end: Future[TransferResult] = Future()
         self._ends[transfer.number] = end
         self._transfers.submit(transfer)
-        outcome = end.result()
+        result = end.result()
         del self._ends[transfer.number]
-        return msgspec.msgpack.encode(outcome)
+        return msgspec.msgpack.encode(result)
 
     def execute(self, data: bytes) -> bytes:
-        """Run one round. Return the outcome, or b"" from a rank that need not answer, or after the last round."""
+        """Run one round. Return the result, or b"" from a rank that need not answer, or after the last round."""
         if self._worker is None:
             return b""
         with self._reporting_failures():
-            from moeserve.ops.native import set_num_threads
-
-            if not hasattr(self._thread, "is_set"):  # torch's number of threads is set for each calling thread
-                set_num_threads(self._num_threads)
-                self._thread.is_set = True
-            outcome = self._worker.execute(msgspec.msgpack.decode(data, type=Round))
-            if outcome.agreement.ends_all:
+            if not hasattr(self._thread, "is_prepared"):  # Ray runs calls of one actor in several threads
+                self._worker.prepare_thread()
+                self._thread.is_prepared = True
+            result = self._worker.execute(msgspec.msgpack.decode(data, type=Round))
+            if result.agreement.ends_all:
                 self._worker.close()  # collective: all ranks
                 self._worker = None  # no rank runs rounds that were sent after this one
-            return msgspec.msgpack.encode(outcome) if self._answers else b""
+            return msgspec.msgpack.encode(result) if self._answers else b""
 
 
 class ActorHandle:
@@ -286,8 +284,9 @@ def start_actor(kind: type[ActorProcess], name: str, place: Place, resources: di
     return WatchedProcess(name, ours, kind.OUTGOING, ActorHandle(actor, name, tunnel))
 
 
-def actor_of(process: WatchedProcess[Any]) -> Any:
+def actor_of(process: Watched) -> Any:
     """Return the actor in which a process runs."""
+    assert isinstance(process, WatchedProcess)
     assert isinstance(process.handle, ActorHandle)
     return process.handle.actor
 

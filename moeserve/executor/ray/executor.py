@@ -15,11 +15,11 @@ import ray
 from ray.exceptions import RayError
 
 from moeserve.errors import DistributedError
-from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
-from moeserve.protocol import Transfer, TransferOutcome
-from moeserve.scheduling.lockstep import Outcome, Round, gathered
+from moeserve.executor.results import ResultQueue
+from moeserve.protocol import Transfer, TransferResult
+from moeserve.scheduling.lockstep import Round, RoundResult, gathered
 from moeserve.worker.protocol import Loaded, RankStart, rank_name, sampling_rank
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,10 @@ class RayExecutor:
             _compiled(self._ranks, self._timeout_s, num_in_flight) if config.parallel.ray_compiled_graph else None
         )
         self._sent: SimpleQueue[Any] = SimpleQueue()  # pending answers to rounds; None: the executor shuts down
-        self._outcomes = OutcomeQueue(len(ranks))
+        self._results = ResultQueue(len(ranks))
         threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()
 
-    def submit(self, work: Round) -> Future[Outcome]:
+    def submit(self, work: Round) -> Future[RoundResult]:
         data = msgspec.msgpack.encode(work)
         if self._graph is not None:
             try:
@@ -64,38 +64,38 @@ class RayExecutor:
                 raise DistributedError(f"{self.name}: a round could not be sent ({first_line(error)})") from None
         else:
             answers = [rank.execute.remote(data) for rank in self._ranks]
-        future = self._outcomes.expect()
+        future = self._results.expect()
         self._sent.put(answers)
         return future
 
-    def transfer(self, work: Transfer) -> Future[TransferOutcome]:
-        future, data = self._outcomes.expect_transfer(work.number), msgspec.msgpack.encode(work)
+    def transfer(self, work: Transfer) -> Future[TransferResult]:
+        future, data = self._results.expect_transfer(work.number), msgspec.msgpack.encode(work)
         for rank in self._ranks:
             rank.transfer.remote(data).future().add_done_callback(self._end_transfer)
         return future
 
     def register(self, poll: select.poll) -> None:
-        poll.register(self._outcomes.fd, select.POLLIN)
+        poll.register(self._results.fd, select.POLLIN)
 
     def progress(self) -> None:
-        self._outcomes.complete()
+        self._results.complete()
 
     def _end_transfer(self, answer: Future[bytes]) -> None:
         """Add the answer of a rank. A failed rank is ignored here: its rounds fail too, and end the replica."""
         if answer.exception() is None:
-            self._outcomes.add_transfer(msgspec.msgpack.decode(answer.result(), type=TransferOutcome))
+            self._results.add_transfer(msgspec.msgpack.decode(answer.result(), type=TransferResult))
 
     def _await_answers(self) -> None:
         """Wait for the answers to rounds, in order. Runs in a thread of its own."""
         while (answers := self._sent.get()) is not None:
             try:
                 encoded = ray.get(list(answers), timeout=self._timeout_s)
-                outcomes = [msgspec.msgpack.decode(each, type=Outcome) for each in encoded if each]
-                if outcomes:  # empty after the round that shuts all replicas down
-                    self._outcomes.add(gathered(outcomes))
+                results = [msgspec.msgpack.decode(each, type=RoundResult) for each in encoded if each]
+                if results:  # empty after the round that shuts all replicas down
+                    self._results.add(gathered(results))
             except Exception as error:  # Ray raises many kinds
                 cause = f"{self.name}: a round was not done by all ranks of the replica ({first_line(error)})"
-                self._outcomes.add(DistributedError(cause))
+                self._results.add(DistributedError(cause))
 
     def shutdown(self) -> None:
         self._sent.put(None)

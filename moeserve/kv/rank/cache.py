@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,13 +18,23 @@ from moeserve.machine import free_memory, shown_bytes
 
 logger = logging.getLogger(__name__)
 
-# On CPUs, caches take this share of the memory that is free after loading and the largest step, because all other
-# processes of the machine need some of it too.
-FREE_MEMORY_SHARE = 0.5
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of a rank in bytes, measured with the largest step that the scheduler may plan."""
+
+    step: int  # peak of the step, in addition to the memory in use before it
+    free: int  # that this rank may allocate
+    own_gpu: int = 0  # that this rank may take of its GPU, besides those of existing tensors
+
+    @classmethod
+    def measured(cls, config: EngineConfig, run_largest_step: Callable[[], object]) -> RankMemory:
+        step, free = measure_step_memory(run_largest_step, config.compute.device), free_bytes(config)
+        return cls(step, free, own_gpu_memory(config) if config.compute.device == "cuda" else 0)
 
 
 def count_blocks(
-    config: EngineConfig, needs: CacheNeeds, reserved_bytes: int, run_largest_step: Callable[[], object]
+    config: EngineConfig, needs: CacheNeeds, reserved_bytes: int, measure: Callable[[], RankMemory]
 ) -> int:
     """Return the number of KV cache blocks, from the setting or a profiling run, but not more than can be in use.
 
@@ -32,7 +43,7 @@ def count_blocks(
     Args:
         needs: cache memory that all layers of this rank need.
         reserved_bytes: bytes of each rank that only look free: weights in mapped files, and later allocations.
-        run_largest_step: executes the largest step that the scheduler may plan.
+        measure: executes the largest step that the scheduler may plan; called if no size is set.
 
     Raises:
         CacheTooSmallError: not even one request of the shortest useful length fits.
@@ -47,15 +58,16 @@ def count_blocks(
     if cache.kv_cache_memory is not None:
         num_bytes = cache.kv_cache_memory
     else:
-        peak = measure_step_memory(run_largest_step, config.compute.device)
-        free = max(0, free_bytes(config) - peak - reserved_bytes)
+        memory = measure()
+        taken = memory.step + reserved_bytes
+        free = max(0, memory.free - taken)
         if config.compute.device == "cuda":
-            num_bytes = min(free, max(0, own_gpu_memory(config) - peak - reserved_bytes))
+            num_bytes = min(free, max(0, memory.own_gpu - taken))
         else:
-            num_bytes = int(free * FREE_MEMORY_SHARE)
+            num_bytes = int(free * cache.memory_share)
         if cache.num_cache_blocks is not None:  # the caches of the previous replicas may not have been freed yet
             num_bytes = max(num_bytes, min(bytes_of(cache.num_cache_blocks), free))
-        logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
+        logger.info("largest step takes %s, KV cache may take %s", shown_bytes(memory.step), shown_bytes(num_bytes))
     num_usable = blocks_per_request * schedule.max_num_seqs
     num_blocks = bisect.bisect_right(range(1, num_usable + 1), num_bytes, key=bytes_of)  # the most that fit
 
@@ -105,7 +117,7 @@ def own_gpu_memory(config: EngineConfig) -> int:
     The rest of the GPU is left to what torch does not count, such as CUDA's context and libraries, and to other
     processes.
     """
-    return int(torch.cuda.mem_get_info()[1] * config.cache.gpu_memory_utilization) - torch.cuda.memory_allocated()
+    return int(torch.cuda.mem_get_info()[1] * config.cache.memory_share) - torch.cuda.memory_allocated()
 
 
 def free_gpu_memory() -> int:

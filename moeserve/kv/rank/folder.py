@@ -26,7 +26,7 @@ from moeserve.cache_kind import CacheKind
 from moeserve.kv.connector import ITEM_FILE_ENDING
 from moeserve.kv.rank.items import CachedItems
 from moeserve.private_folder import make_private_folder
-from moeserve.protocol import CachePlace, StoreTransfer, TransferOutcome
+from moeserve.protocol import CachePlace, StoreTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class FolderStore:
             pass  # entering the context deletes files beyond the limit, which may have been higher before
 
     @torch.inference_mode()
-    def run(self, transfer: StoreTransfer) -> TransferOutcome:
+    def run(self, transfer: StoreTransfer) -> TransferResult:
         """Run a transfer, and return when it has ended."""
         started, num_copied = time.perf_counter(), 0
         paths = [self._folder / f"{name}{ITEM_FILE_ENDING}" for name in transfer.store_keys]
@@ -70,7 +70,7 @@ class FolderStore:
             pass  # another engine has deleted the file
         except (OSError, SafetensorError, _DamageError) as error:
             logger.warning("an item of the KV cache could not be copied (%s), and will be computed again", error)
-        return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=time.perf_counter() - started)
+        return TransferResult(number=transfer.number, num_copied=num_copied, seconds=time.perf_counter() - started)
 
     def _save(self, place: CachePlace, path: Path) -> None:
         if path.exists():

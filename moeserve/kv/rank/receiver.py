@@ -27,7 +27,7 @@ from moeserve.kv.rank.wire import (
     bytes_of,
     select_piece,
 )
-from moeserve.protocol import ReceiveItems, TransferOutcome
+from moeserve.protocol import ReceiveItems, TransferResult
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class BlockReceiver:
         self._rank, self._num_ranks, self._nixl = rank, num_ranks, nixl
         self._avoided_until: dict[str, float] = {}  # addresses of senders that did not answer
 
-    def run(self, transfer: ReceiveItems, submitted: float, cancellation: Cancellation) -> TransferOutcome:
+    def run(self, transfer: ReceiveItems, submitted: float, cancellation: Cancellation) -> TransferResult:
         """Read all items, or report none if an error occurs or the transfer is cancelled. All senders free their items.
 
         Nothing is written to the places after this call.
@@ -133,7 +133,7 @@ class BlockReceiver:
             for sender in senders:
                 sender.close()
         seconds = time.monotonic() - submitted
-        return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=seconds)
+        return TransferResult(number=transfer.number, num_copied=num_copied, seconds=seconds)
 
     def _claim(self, transfer: ReceiveItems) -> Claim:
         return Claim(

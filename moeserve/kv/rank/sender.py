@@ -28,7 +28,7 @@ from moeserve.kv.rank.wire import (
     bytes_of,
     select_piece,
 )
-from moeserve.protocol import CachePlace, KeepItems, TransferOutcome
+from moeserve.protocol import CachePlace, KeepItems, TransferResult
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Kept:
     """Items that another engine may read."""
 
     message: KeepItems
-    on_end: Callable[[TransferOutcome], None]
+    on_end: Callable[[TransferResult], None]
     started: float
     receiver: str = ""  # name of the first receiver that has claimed the items
     num_connected: int = 0  # number of connected ranks of the receiver
@@ -89,11 +89,11 @@ class BlockSender:
         for run in (self._accept, self._end_old):
             threading.Thread(target=run, name="kv sender", daemon=True).start()
 
-    def keep(self, message: KeepItems, on_end: Callable[[TransferOutcome], None]) -> None:
+    def keep(self, message: KeepItems, on_end: Callable[[TransferResult], None]) -> None:
         """Let another engine read items until all its ranks have disconnected or the time has expired.
 
         Args:
-            on_end: called once, in any thread. `num_copied` of the outcome is 0 if the time has expired.
+            on_end: called once, in any thread. `num_copied` of the result is 0 if the time has expired.
         """
         with self._changed:
             self._kept[message.handle] = _Kept(message, on_end, time.monotonic())
@@ -136,7 +136,7 @@ class BlockSender:
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         seconds = time.monotonic() - kept.started
-        kept.on_end(TransferOutcome(number=kept.message.number, num_copied=num_read, seconds=seconds))
+        kept.on_end(TransferResult(number=kept.message.number, num_copied=num_read, seconds=seconds))
 
     def _serve(self, connected: socket.socket) -> None:
         torch.set_num_threads(1)  # only for this thread, so that it leaves the cores to steps

@@ -21,16 +21,16 @@ from torch import Tensor
 from moeserve.cache_kind import CacheKind
 from moeserve.errors import SettingsError
 from moeserve.kv.rank.items import CachedItems, indices_by_kind
-from moeserve.protocol import StoreTransfer, TransferOutcome
+from moeserve.protocol import StoreTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
 
 class KVStore(Protocol):
-    def run(self, transfer: StoreTransfer) -> TransferOutcome:
+    def run(self, transfer: StoreTransfer) -> TransferResult:
         """Run a transfer, and return when it has ended.
 
-        Does not raise exceptions; `num_copied` of the outcome is the number of items copied before a failure.
+        Does not raise exceptions; `num_copied` of the result is the number of items copied before a failure.
         """
         ...
 
@@ -65,7 +65,7 @@ class HostStore:
                 pairs.append((tensor, stored))
                 offset += size
 
-    def run(self, transfer: StoreTransfer) -> TransferOutcome:
+    def run(self, transfer: StoreTransfer) -> TransferResult:
         """Run a transfer, and return when it has ended."""
         started, num_copied = time.perf_counter(), len(transfer.places)
         try:
@@ -73,7 +73,7 @@ class HostStore:
         except Exception:
             logger.exception("items of the KV cache could not be copied, and will be computed again")
             num_copied = 0
-        return TransferOutcome(number=transfer.number, num_copied=num_copied, seconds=time.perf_counter() - started)
+        return TransferResult(number=transfer.number, num_copied=num_copied, seconds=time.perf_counter() - started)
 
     @torch.inference_mode()
     def _copy(self, transfer: StoreTransfer) -> None:

@@ -14,7 +14,7 @@ import torch
 from moeserve.kv.rank.receiver import BlockReceiver, Cancellation
 from moeserve.kv.rank.sender import BlockSender
 from moeserve.kv.rank.store import KVStore
-from moeserve.protocol import CancelReceive, KeepItems, ReceiveItems, StoreTransfer, Transfer, TransferOutcome
+from moeserve.protocol import CancelReceive, KeepItems, ReceiveItems, StoreTransfer, Transfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
@@ -22,20 +22,20 @@ NUM_RECEIVING_THREADS = 8
 
 
 class Transfers:
-    """Background threads that run transfers, and send their outcomes in the order in which they end."""
+    """Background threads that run transfers, and send their results in the order in which they end."""
 
     def __init__(
         self,
         store: KVStore | None,
         sender: BlockSender | None,
         receiver: BlockReceiver | None,
-        send: Callable[[TransferOutcome], None],
+        send: Callable[[TransferResult], None],
     ) -> None:
         """
         Args:
             store: the store behind the KV cache. Its transfers run one after the other.
             sender, receiver: for items sent to and received from other engines.
-            send: called with the outcome of each transfer, in any thread.
+            send: called with the result of each transfer, in any thread.
         """
         self._sender, self._receiver, self._send = sender, receiver, send
         self._receiving: dict[int, Cancellation] = {}  # by number of the transfer
@@ -61,7 +61,7 @@ class Transfers:
             case CancelReceive():
                 if (receiving := self._receiving.get(transfer.receive)) is not None:
                     receiving.set()
-                self._send(TransferOutcome(number=transfer.number, num_copied=0, seconds=0.0))
+                self._send(TransferResult(number=transfer.number, num_copied=0, seconds=0.0))
 
     def close(self) -> None:
         """Stop listening, and let all threads end soon. May be called twice."""
@@ -73,7 +73,7 @@ class Transfers:
         if self._sender is not None:
             self._sender.close()
 
-    def _receive(self, transfer: ReceiveItems, submitted: float) -> TransferOutcome:
+    def _receive(self, transfer: ReceiveItems, submitted: float) -> TransferResult:
         assert self._receiver is not None
         try:
             return self._receiver.run(transfer, submitted, self._receiving[transfer.number])
@@ -86,8 +86,8 @@ class _Queue:
 
     def __init__(
         self,
-        run: Callable[[Any, float], TransferOutcome],
-        send: Callable[[TransferOutcome], None],
+        run: Callable[[Any, float], TransferResult],
+        send: Callable[[TransferResult], None],
         num_threads: int,
     ) -> None:
         """
@@ -109,16 +109,16 @@ class _Queue:
 
 def _run_all(
     queue: SimpleQueue[tuple[Any, float] | None],
-    run: Callable[[Any, float], TransferOutcome],
-    send: Callable[[TransferOutcome], None],
+    run: Callable[[Any, float], TransferResult],
+    send: Callable[[TransferResult], None],
 ) -> None:
     torch.set_num_threads(1)  # only for this thread, so that it leaves the cores to steps
     while (queued := queue.get()) is not None:
         transfer, submitted = queued
         try:
-            outcome = run(transfer, submitted)
+            result = run(transfer, submitted)
         except Exception:
             logger.exception("KV cache blocks could not be copied")
             seconds = time.monotonic() - submitted
-            outcome = TransferOutcome(number=transfer.number, num_copied=0, seconds=seconds)
-        send(outcome)
+            result = TransferResult(number=transfer.number, num_copied=0, seconds=seconds)
+        send(result)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from moeserve.config.needs import Needs
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import RuleOfBlocks
-from moeserve.layers.context import ModelContext
-from moeserve.layers.grouped_query.attention import Attention, AttentionConfig
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.grouped_query.attention import Attention, AttentionSpec
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, NetworkSpec, OverTP, Run
 from moeserve.layers.norm import RMSNorm
-from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
+from moeserve.layers.rotary import RotarySpec, TemperatureSpec
 from moeserve.layers.rows import At, Row, rows_of_heads, some_rows
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops import block_sparse, rows
@@ -31,10 +31,10 @@ MIN_DENSE_ROWS = 64  # of a chunk, from which dense attention to few blocks is f
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSparseConfig(NetworkConfig):
+class BlockSparseSpec(NetworkSpec):
     """The shape of block-sparse attention. Query head i has the choice of the indexer's head i // (N / n)."""
 
-    attention: AttentionConfig  # with norms of each head, and without gates
+    attention: AttentionSpec  # with norms of each head, and without gates
     num_index_heads: int  # divides the number of key-value heads, or is a multiple of it
     index_size: int  # of the indexer's queries and keys, of which the same values are rotated
     block_size: int  # positions in a block
@@ -42,7 +42,7 @@ class BlockSparseConfig(NetworkConfig):
     num_local: int  # blocks up to that of a token which it always attends to; at most top_k
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+    def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
         return self.attention.rotaries
 
     @property
@@ -101,7 +101,7 @@ class Indexer(nn.Module):
     """The queries of some heads, and one key for each token. Each tp rank has the heads that its queries need."""
 
     def __init__(
-        self, config: BlockSparseConfig, heads: slice, hidden_size: int, epsilon: float, context: ModelContext
+        self, config: BlockSparseSpec, heads: slice, hidden_size: int, epsilon: float, context: BuildContext
     ) -> None:
         super().__init__()
         self.heads, self.num_heads, self.size = heads, config.num_index_heads, config.index_size
@@ -131,7 +131,7 @@ class BlockSparse(OverTP):
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
 
-    def __init__(self, config: BlockSparseConfig, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
+    def __init__(self, config: BlockSparseSpec, hidden_size: int, norm_epsilon: float, context: BuildContext) -> None:
         super().__init__(context)
         self.config, self.context = config, context
         self.attention = attention = Attention(config.attention, hidden_size, norm_epsilon, context)
@@ -160,7 +160,7 @@ class BlockSparse(OverTP):
 
     def make_cache(self, places: Places) -> BlockSparseCache:
         pairs = self.attention.make_cache(places)
-        shape = len(pairs.keys), places.block_size, self.config.index_size
+        shape = len(pairs.keys), self.context.block_size, self.config.index_size
         return BlockSparseCache(pairs, torch.empty(shape, dtype=self.context.dtype, device=self.context.device))
 
     def rows(self, at: At) -> Iterator[Row]:

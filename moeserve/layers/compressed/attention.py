@@ -14,12 +14,12 @@ from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheItems, Places
 from moeserve.kv.rules import CacheGroup, KeepAll, KeepWindow, RuleOfBlocks
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, NetworkSpec, OverTP, Run
 from moeserve.layers.norm import RMSNorm
-from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.rotary import RotarySpec, Rotations
 from moeserve.layers.rows import At, Row, rows_of_heads, some_columns, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import compressed_attention, indexer, products, rows
@@ -43,7 +43,7 @@ class IndexerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedAttentionConfig(NetworkConfig):
+class CompressedAttentionSpec(NetworkSpec):
     """The shape of one layer. Heads in a group share the first part of the output projection."""
 
     num_heads: int
@@ -51,7 +51,7 @@ class CompressedAttentionConfig(NetworkConfig):
     query_rank: int  # size that queries are compressed to
     num_groups: int
     group_rank: int  # size that the outputs of a group are compressed to
-    rotary: RotaryConfig  # of the last values of a head
+    rotary: RotarySpec  # of the last values of a head
     window: int
     ratio: int | None = None  # tokens of an entry; None: there are no entries
     indexer: IndexerShape | None = None
@@ -94,18 +94,18 @@ class CompressedAttentionConfig(NetworkConfig):
         return CompressedSparseAttention(self, build.hidden_size, build.norm_epsilon, build.context)
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig, ...]:
+    def rotaries(self) -> tuple[RotarySpec, ...]:
         """All that the layer reads of positions."""
         entries = () if self.ratio is None else (self.rotary_of_entries,)
         return self.rotary, self.reversed_rotary, *entries
 
     @property
-    def reversed_rotary(self) -> RotaryConfig:
+    def reversed_rotary(self) -> RotarySpec:
         """The rotation of outputs. Values are rotated because they are keys too, and this makes it relative."""
         return dataclasses.replace(self.rotary, is_reversed=True)
 
     @property
-    def rotary_of_entries(self) -> RotaryConfig:
+    def rotary_of_entries(self) -> RotarySpec:
         """The rotation of an entry, by the position of the first token of its window."""
         assert self.ratio is not None
         return dataclasses.replace(self.rotary, stride=self.ratio)
@@ -115,7 +115,7 @@ class Pooling(nn.Module):
     """The weights by which tokens become entries, or the indexer's keys of entries."""
 
     def __init__(
-        self, size: int, num_series: int, ratio: int, hidden_size: int, norm_epsilon: float, context: ModelContext
+        self, size: int, num_series: int, ratio: int, hidden_size: int, norm_epsilon: float, context: BuildContext
     ) -> None:
         super().__init__()
         width = num_series * size
@@ -144,8 +144,8 @@ class Indexer(nn.Module):
     """Chooses entries by products with keys of their own. Every tp rank has all of its heads."""
 
     def __init__(
-        self, shape: IndexerShape, config: CompressedAttentionConfig, hidden_size: int, epsilon: float,
-        context: ModelContext,
+        self, shape: IndexerShape, config: CompressedAttentionSpec, hidden_size: int, epsilon: float,
+        context: BuildContext,
     ) -> None:  # fmt: skip
         super().__init__()
         assert config.ratio is not None
@@ -164,7 +164,7 @@ class CompressedSparseAttention(OverTP):
     """
 
     def __init__(
-        self, config: CompressedAttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext
+        self, config: CompressedAttentionSpec, hidden_size: int, norm_epsilon: float, context: BuildContext
     ) -> None:
         super().__init__(context)
         tp = context.tp
@@ -220,8 +220,8 @@ class CompressedSparseAttention(OverTP):
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
         """The blocks of tokens, and those of entries and tails. Every tp rank has all of them."""
-        rules, size = self.config.cache_rules(self.context.block_size), self.context.block_size
-        one = self._empty_cache(Places((CacheGroup(KeepAll(), 1),), size), torch.device("meta"))
+        rules = self.config.cache_rules(self.context.block_size)
+        one = self._empty_cache(Places((CacheGroup(KeepAll(), 1),)), torch.device("meta"))
         return tuple(
             CacheItems(rule, sum(tensor.nbytes for tensor in tensors))
             for rule, tensors in zip(rules, one.tensors_of_items, strict=True)
@@ -231,12 +231,12 @@ class CompressedSparseAttention(OverTP):
         return self._empty_cache(places, self.context.device)
 
     def _empty_cache(self, places: Places, device: torch.device) -> CompressedCache:
-        group = places.group_of(self.config.cache_rules(places.block_size)[0])
+        group = places.group_of(self.config.cache_rules(self.context.block_size)[0])
         return CompressedCache.empty(
             self.shape,
             num_blocks=places.tables[0].num_places,
             num_window_blocks=places.tables[group].num_places,
-            block_size=places.block_size,
+            block_size=self.context.block_size,
             dtype=self.context.dtype,
             device=device,
             group=group,
@@ -296,7 +296,7 @@ class CompressedSparseAttention(OverTP):
         in_groups = rearrange(attended_TNH, "T (G n) H -> T G (n H)", G=self.group_maps.shape[0])
         return self.output(rearrange(self.group_maps.product.multiply(in_groups), "T G r -> T (G r)"))
 
-    def _rotate(self, heads_TNH: Tensor, rotary: RotaryConfig, rotations: Rotations) -> Tensor:
+    def _rotate(self, heads_TNH: Tensor, rotary: RotarySpec, rotations: Rotations) -> Tensor:
         """Return heads with their last values rotated. The argument may be overwritten."""
         last_TNF = heads_TNH[..., heads_TNH.shape[-1] - rotary.dim :]
         self._apply_rope(last_TNF, rotations[rotary], last_TNF)

@@ -17,12 +17,12 @@ from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import AnyRule, KeepState
-from moeserve.layers.context import ModelContext
-from moeserve.layers.grouped_query.attention import AttentionConfig, key_value_items, make_key_value_cache
-from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
+from moeserve.layers.grouped_query.attention import AttentionSpec, key_value_items, make_key_value_cache
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
-from moeserve.layers.rotary import RotaryConfig
+from moeserve.layers.network import AttentionCosts, Build, NetworkSpec, OverTP, Run
+from moeserve.layers.rotary import RotarySpec
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_rows
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import attention, convolution, mixing, products
@@ -34,15 +34,15 @@ from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvolutionalAttentionConfig(NetworkConfig):
+class ConvolutionalAttentionSpec(NetworkSpec):
     """The shape of one layer."""
 
-    heads: AttentionConfig  # attention to the same cache
+    heads: AttentionSpec  # attention to the same cache
     num_channel_taps: int  # tokens that the convolution of channels spans, the current one included
     num_head_taps: int  # tokens that the convolution of heads spans
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig]:
+    def rotaries(self) -> tuple[RotarySpec]:
         return (self.heads.rotary,)
 
     @property
@@ -100,7 +100,7 @@ class ConvolutionalAttention(OverTP):
     taps are shifted.
     """
 
-    def __init__(self, config: ConvolutionalAttentionConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: ConvolutionalAttentionSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__(context)
         self.config, self.context, heads = config, context, config.heads
         size, rank, num_ranks = heads.head_dim, context.tp.rank_in_group, context.tp.world_size

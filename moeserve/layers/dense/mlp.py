@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import InputShare
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_columns, some_rows
 from moeserve.layers.weights import QuantizationLimits, Weights
@@ -26,7 +26,7 @@ class MLP(nn.Module):
         self,
         hidden_size: int,
         share: InputShare,
-        context: ModelContext,
+        context: BuildContext,
         activation: Activation,
     ) -> None:
         """

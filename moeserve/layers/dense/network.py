@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import share_inputs
 from moeserve.layers.dense.mlp import MLP
-from moeserve.layers.input_share import share_inputs
-from moeserve.layers.network import Build, FeedForwardConfig, NetworkPart, OverTP, Run
+from moeserve.layers.network import Build, FeedForwardSpec, NetworkPart, OverTP, Run
 from moeserve.layers.norm import RowsForm
 from moeserve.layers.rows import At, Row
 from moeserve.ops.rows.activations import Activation, SwiGLU
@@ -19,7 +19,7 @@ from moeserve.ops.rows.interface import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseConfig(FeedForwardConfig):
+class DenseSpec(FeedForwardSpec):
     """The shape of a dense network."""
 
     has_dense = True
@@ -34,7 +34,7 @@ class DenseConfig(FeedForwardConfig):
 class DenseNetwork(OverTP):
     """Each tp rank has a share of the width."""
 
-    def __init__(self, config: DenseConfig, hidden_size: int, num_chunks: int, context: ModelContext) -> None:
+    def __init__(self, config: DenseSpec, hidden_size: int, num_chunks: int, context: BuildContext) -> None:
         super().__init__(context)
         self.config = config
         self.mlp = MLP(hidden_size, share_inputs(config.width, num_chunks, context), context, config.activation)

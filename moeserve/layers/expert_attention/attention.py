@@ -17,13 +17,13 @@ from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheItems, Places
 from moeserve.kv.rules import RuleOfBlocks
-from moeserve.layers.context import ModelContext
-from moeserve.layers.grouped_query.attention import AttentionConfig, key_value_items, make_key_value_cache
-from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
+from moeserve.layers.grouped_query.attention import AttentionSpec, key_value_items, make_key_value_cache
 from moeserve.layers.linear import Linear
 from moeserve.layers.moe.router import Router
-from moeserve.layers.network import AttentionCosts, Build, Network, NetworkConfig, NetworkPart, Run, gathered
-from moeserve.layers.rotary import NO_ROTARY, RotaryConfig
+from moeserve.layers.network import AttentionCosts, Build, Network, NetworkPart, NetworkSpec, Run, gathered
+from moeserve.layers.rotary import NO_ROTARY, RotarySpec
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, whole
 from moeserve.layers.rows_of_parts import Part, joined
 from moeserve.layers.weights import QuantizationLimits, Weights
@@ -31,7 +31,7 @@ from moeserve.ops import attention, pairs, products, rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
 from moeserve.ops.pairs.interface import Keys
 from moeserve.ops.products.interface import RowGroups
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.rows.interface import plain_rows
 
 # G key-value heads of this rank, K experts of a token, Q = G * H values of an expert's queries, E experts, P pairs of a
@@ -39,24 +39,24 @@ from moeserve.ops.rows.interface import plain_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertAttentionConfig(NetworkConfig):
+class ExpertAttentionSpec(NetworkSpec):
     """The shape of one layer. Query head k * num_kv_heads + g, of a token's expert k, reads key-value head g."""
 
-    router: RouterConfig  # its weights sum to one
+    router: RouterSpec  # its weights sum to one
     num_kv_heads: int
     head_dim: int
-    rotary: RotaryConfig
+    rotary: RotarySpec
 
     @property
-    def heads(self) -> AttentionConfig:
+    def heads(self) -> AttentionSpec:
         """Attention with as many heads, whose cache is the same."""
         num_heads = self.router.top_k * self.num_kv_heads
-        return AttentionConfig(
+        return AttentionSpec(
             num_heads=num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary=self.rotary
         )
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig, ...]:
+    def rotaries(self) -> tuple[RotarySpec, ...]:
         return self.rotary, NO_ROTARY
 
     @property
@@ -85,7 +85,7 @@ class ExpertAttention(Network):
     outputs of each pair of token and expert before these are weighted, so the sums have one order.
     """
 
-    def __init__(self, config: ExpertAttentionConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: ExpertAttentionSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
         self.config, self.context, self.tp = config, context, context.tp
         tp, num_experts = context.tp, config.router.num_experts

@@ -16,35 +16,38 @@ from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import AnyRule, KeepAll, KeepState, KeepWindow, RuleOfBlocks
-from moeserve.layers.context import ModelContext
-from moeserve.layers.grouped_query.convolution import KeyValueConvolution
-from moeserve.layers.grouped_query.relative import RelativeConfig, RelativeScores
-from moeserve.layers.input_share import num_input_chunks, share_inputs
-from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
+from moeserve.layers.grouped_query.convolution import KeyValueConvolution, TapsSpec
+from moeserve.layers.grouped_query.lengths import LengthLimit
+from moeserve.layers.grouped_query.relative import RelativeScores, RelativeSpec
+from moeserve.layers.linear import Linear, SideBySide
+from moeserve.layers.network import AttentionCosts, Build, NetworkSpec, OverTP, Run
 from moeserve.layers.norm import NormAfterEmbedding, RMSNorm, RowsForm
-from moeserve.layers.rotary import NO_ROTARY, RotaryConfig, TemperatureConfig, constant_factor
+from moeserve.layers.rotary import NO_ROTARY, RotarySpec, TemperatureSpec, constant_factor
 from moeserve.layers.rows import At, Row, rows_of_heads, some_rows
 from moeserve.layers.weights import AnyWeights, QuantizationLimits
 from moeserve.ops import attention, rows
 from moeserve.ops.attention.interface import AttentionShape, KeyValueCache
+from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.rows.interface import Rows
 
 # X = N * V
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(NetworkConfig):
+class AttentionSpec(NetworkSpec):
     """The shape of one attention layer. Query head n reads key-value head n // (num_heads / num_kv_heads)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int  # of queries and keys
-    rotary: RotaryConfig
+    rotary: RotarySpec
     value_dim: int | None = None  # None: as large as a key
     value_factor: float = 1.0  # multiplies values (MiMo-V2)
     values_are_keys: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
     normalizes_values: bool = False  # by an RMSNorm of each head, without weights
+    normalizes_outputs: bool = False  # in the same way, before they are multiplied by gates (Muse Spark)
     # Positions that a token attends to at most, its own included. If negative, positions are divided into chunks of
     # -window, and a token attends to those of its own chunk (Llama 4).
     window: int | None = None
@@ -56,15 +59,19 @@ class AttentionConfig(NetworkConfig):
     rotates_first: bool = False  # queries and keys are normalised after their rotation (Hunyuan)
     scale: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
     clip: float | None = None  # queries, keys and values are clamped to ± this
-    temperature: TemperatureConfig | None = None  # of queries
+    temperature: TemperatureSpec | None = None  # of queries
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Step-3.7)
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
     has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
     has_biased_gate: bool = False  # as `has_gate`, with a bias for each head; the gate is named by `gate_name` (Beam)
     has_softplus_gates: bool = False  # softpluses instead of the sigmoids of both (Laguna)
     gate_name: str | None = None  # of its tensor; None: that of the queries, by head the query's rows, then the gate's
-    relative: RelativeConfig | None = None  # scores by distance, which are added to the others (Inkling)
-    num_taps: int | None = None  # tokens that a convolution of keys and values spans; None: there is none
+    relative: RelativeSpec | None = None  # scores by distance, which are added to the others (Inkling)
+    taps: TapsSpec | None = None  # of a convolution of keys and values; None: there is none
+    # Queries, after a learned scale, and keys have at most this length (Inkling 2).
+    length_limit: float | None = None
+    has_token_sinks: bool = False  # as `has_sinks`, with scores that each token computes
+    has_own_inputs: bool = False  # queries, keys and values read rows of their own: a tuple of three
     follows_embedding: bool = False  # the embedded tokens are normalised before the first layer's norm
 
     @property
@@ -78,12 +85,12 @@ class AttentionConfig(NetworkConfig):
         return self.head_dim, self.value_size
 
     @property
-    def value_rotary(self) -> RotaryConfig | None:
+    def value_rotary(self) -> RotarySpec | None:
         """The multiplication of values; None: they stay as they are."""
         return None if self.value_factor == 1.0 else constant_factor(self.value_size, self.value_factor)
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+    def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
         """All that the layer reads of positions."""
         of_scores = None if self.relative is None else self.relative.temperature
         others = (NO_ROTARY if self.rotates_first else None, self.value_rotary, self.temperature, of_scores)
@@ -91,7 +98,7 @@ class AttentionConfig(NetworkConfig):
 
     @property
     def needs(self) -> Needs:
-        is_plain = self.relative is None and self.num_taps is None
+        is_plain = self.relative is None and self.taps is None
         return Needs(without_gpu_kernels=None if is_plain else "attention with scores by distance or with convolutions")
 
     def key_value_rule(self, block_size: int) -> RuleOfBlocks:
@@ -101,7 +108,7 @@ class AttentionConfig(NetworkConfig):
     def cache_rules(self, block_size: int) -> tuple[AnyRule, ...]:
         """Return the rule of keys and values, and of the states of their convolution."""
         rule = self.key_value_rule(block_size)
-        return (rule,) if self.num_taps is None else (rule, KeepState.of_blocks(block_size))
+        return (rule,) if self.taps is None else (rule, KeepState.of_blocks(block_size))
 
     def entry_norm(self, build: Build) -> nn.Module | None:
         if not self.follows_embedding:
@@ -136,7 +143,7 @@ class Attention(OverTP):
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
+    def __init__(self, config: AttentionSpec, hidden_size: int, norm_epsilon: float, context: BuildContext) -> None:
         super().__init__(context)
         tp = context.tp
         self.config = config
@@ -148,30 +155,32 @@ class Attention(OverTP):
         query_size, key_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         value_size, output_size = self.num_kv_heads * config.value_size, num_heads * config.value_size
         assert not (config.values_are_keys and (config.has_gate or config.value_dim is not None))
+        assert not (config.has_own_inputs and config.has_bias)
         self.projected_sizes = [query_size, key_size] + [value_size] * (not config.values_are_keys)
         self.projected_sizes += [output_size] * config.has_gate
         share = share_inputs(config.num_heads * config.value_size, num_input_chunks(config.can_divide), context)
         starts = self.heads.start * config.head_dim, *(self.kv_heads.start * size for size in config.kv_sizes)
         # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
         limits = QuantizationLimits(8, (*starts, *itertools.accumulate(self.projected_sizes[:3])))
-        self.query_key_value = Linear(
-            hidden_size, sum(self.projected_sizes), context, has_bias=config.has_bias, limits=limits
+        size, has_bias = sum(self.projected_sizes), config.has_bias
+        self.query_key_value: Linear | SideBySide = (
+            SideBySide(hidden_size, self.projected_sizes, context)
+            if config.has_own_inputs
+            else Linear(hidden_size, size, context, has_bias=has_bias, limits=limits)
         )
         self.query_norm = _norm(config, self.heads, config.num_heads, norm_epsilon, context)
-        self.key_norm = _norm(config, self.kv_heads, config.num_kv_heads, norm_epsilon, context)
-        has_norm = config.normalizes_values
-        self.value_norm = RMSNorm(config.value_size, norm_epsilon, context, has_weight=False) if has_norm else None
-        self.head_gates: Linear | None = None
-        if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
-            self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
-        elif config.has_biased_gate:
-            limits = QuantizationLimits(cuts=(self.heads.start * config.value_size,))
-            self.head_gates = Linear(hidden_size, output_size, context, has_bias=True, limits=limits)
+        self.key_norm = _norm(config, self.kv_heads, config.num_kv_heads, norm_epsilon, context, is_key=True)
+        self.value_norm, self.output_norm = (
+            RMSNorm(config.value_size, norm_epsilon, context, has_weight=False) if has_norm else None
+            for has_norm in (config.normalizes_values, config.normalizes_outputs)
+        )
+        self.head_gates = _head_gates(config, self.heads, hidden_size, context)
         self.relative = _relative_scores(config, self.heads, hidden_size, context)
-        self.convolution = _convolution(config, self.kv_heads, context)
+        self.convolution = _convolution(config, self.kv_heads, hidden_size, context)
         gate_rows = rows.make(context.backend).gate_rows
         self._gate_rows = functools.partial(gate_rows, is_softplus=config.has_softplus_gates)
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
+        self.token_sinks = _token_sinks(config, num_heads, hidden_size, context)
         self.output = Linear(
             output_size,
             hidden_size,
@@ -189,7 +198,7 @@ class Attention(OverTP):
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             whole_group_size=config.num_heads // config.num_kv_heads,
             window=config.window,
-            has_sinks=config.has_sinks,
+            has_sinks=config.has_sinks or config.has_token_sinks,
         )
         self.backend = attention.make(context.backend, self.shape)
         self.value_rotary = config.value_rotary
@@ -206,7 +215,7 @@ class Attention(OverTP):
 
     @property
     def gathered_form(self) -> RowsForm:
-        if not self.query_key_value.weights.is_in_blocks:
+        if isinstance(self.query_key_value, SideBySide) or not self.query_key_value.weights.is_in_blocks:
             return "plain"
         return "float8" if self.head_gates is None and self.relative is None else "both"
 
@@ -215,8 +224,14 @@ class Attention(OverTP):
         queries, num_queries = rows_of_heads(self.heads, size), config.num_heads * size
         keys, values = (rows_of_heads(self.kv_heads, each) for each in config.kv_sizes)
         num_keys, num_values = (config.num_kv_heads * each for each in config.kv_sizes)
-        parts: list[tuple[Tensor, AnyWeights | None, str]] = [(fused.weight, fused.weights, "weight")]
-        if fused.bias is not None:
+        parts: list[tuple[Tensor, AnyWeights | None, str]] = []
+        if isinstance(fused, SideBySide):
+            of_queries = [(name, queries, num_queries) for name in ("q_proj", config.gate_name) if name is not None]
+            of_keys = ("k_proj", keys, num_keys), ("v_proj", values, num_values)
+            yield from fused.rows(at, of_queries[0], *of_keys, *of_queries[1:])
+        else:
+            parts.append((fused.weight, fused.weights, "weight"))
+        if isinstance(fused, Linear) and fused.bias is not None:
             parts.append((fused.bias, None, "bias"))
         for memory, owner, kind in parts:
             if at.has(f"qkv_proj.{kind}"):  # stored together
@@ -244,6 +259,8 @@ class Attention(OverTP):
                     yield at(f"q_proj.{kind}"), some_rows(own, slice(first, first + size), 2 * num_queries, owner)
         if self.sinks is not None:
             yield at("sinks"), some_rows(self.sinks, self.heads, config.num_heads)
+        if (sinks := self.token_sinks) is not None:
+            yield at("sink_proj.weight"), some_rows(sinks.weight, self.heads, config.num_heads, sinks.weights)
         for name, norm in (("q_norm", self.query_norm), ("k_norm", self.key_norm)):
             if not isinstance(norm, nn.Identity):
                 yield from norm.rows(at.under(name))
@@ -260,28 +277,38 @@ class Attention(OverTP):
             yield at("g_proj.weight"), some_rows(gates.weight, self.heads, config.num_heads, gates.weights)
         yield from self.output.summed_rows(at.under("o_proj"), outputs, num_outputs, has_bias=config.has_output_bias)
 
-    def partial_sum(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> Tensor:
-        query_TNH, projected = self.write(hidden_TD, run, cache)
+    def partial_sum(self, rows: Rows | tuple[Tensor, ...], run: Run, cache: KeyValueCache) -> Tensor:
+        query_TNH, projected = self.write(rows, run, cache)
+        hidden_TD = rows[0] if isinstance(rows, tuple) else rows
         biases_TNE = None if self.relative is None else self.relative(hidden_TD, run.rotations)
+        sinks = self.sinks
+        if self.token_sinks is not None:
+            sinks = self.token_sinks(self.token_sinks.weights.input_of(hidden_TD))
         step = run.step.of_group(cache.group)
-        attended_TX = self.backend.attend(query_TNH, cache, step, self.sinks, biases_TNE).flatten(1)
+        attended_TNV = self.backend.attend(query_TNH, cache, step, sinks, biases_TNE)
+        attended_TX = (attended_TNV if self.output_norm is None else self.output_norm(attended_TNV)).flatten(1)
         if self.head_gates is not None:
             gates = self.head_gates(self.head_gates.weights.input_of(hidden_TD))
             gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
             attended_TX = self._gate_rows(gates, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)
         return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
 
-    def write(self, hidden_TD: Rows, run: Run, cache: KeyValueCache) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def write(
+        self, rows: Rows | tuple[Tensor, ...], run: Run, cache: KeyValueCache
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Write keys and values to the cache. Return the queries [T, N, H], and all that is projected."""
         step, rotations = run.step.of_group(cache.group), run.rotations
-        together = self.query_key_value(hidden_TD)
+        if isinstance(rows, tuple):  # gates read what queries read
+            together = self.query_key_value((*rows, rows[0])[: len(self.projected_sizes)])
+        else:
+            together = self.query_key_value(rows)
         projected: tuple[Tensor, ...] = together.split(self.projected_sizes, dim=-1)
         if self.convolution is not None:
             assert cache.inputs is not None
             first, length = self.projected_sizes[0], sum(self.projected_sizes[1:3])
-            mixed = self.convolution(together[:, first : first + length], cache.inputs, step)
+            mixed = self.convolution(together[:, first : first + length], cache.inputs, step, rows)
             projected = (projected[0], *mixed, *projected[3:])
-        num_tokens, head_dim = len(hidden_TD), self.config.head_dim
+        num_tokens, head_dim = len(together), self.config.head_dim
         query_TNH = projected[0].view(num_tokens, self.num_heads, head_dim)
         key_TGH = projected[1].view(num_tokens, self.num_kv_heads, head_dim)
         projected_value = projected[1 if self.config.values_are_keys else 2]
@@ -303,7 +330,7 @@ class Attention(OverTP):
         return self.backend.rotate_and_write(query_TNH, key_TGH, value_TGV, rotation, cache, step), projected
 
 
-def key_value_items(config: AttentionConfig, kv_heads: slice, context: ModelContext) -> tuple[CacheItems, ...]:
+def key_value_items(config: AttentionSpec, kv_heads: slice, context: BuildContext) -> tuple[CacheItems, ...]:
     """Return the items of a layer that has these key-value heads on this rank."""
     num_elements, num_bytes = sum(config.kv_sizes), context.dtype.itemsize
     bytes_of_head = num_elements + 2 * torch.bfloat16.itemsize if context.has_float8_cache else num_elements * num_bytes
@@ -314,12 +341,12 @@ def key_value_items(config: AttentionConfig, kv_heads: slice, context: ModelCont
 
 
 def make_key_value_cache(
-    config: AttentionConfig, num_kv_heads: int, places: Places, context: ModelContext
+    config: AttentionSpec, num_kv_heads: int, places: Places, context: BuildContext
 ) -> KeyValueCache:
     """Return the cache of a layer with `num_kv_heads` on this rank."""
-    rule = config.key_value_rule(places.block_size)
+    rule = config.key_value_rule(context.block_size)
     group = places.group_of(rule)
-    shape = (places.tables[group].num_places, num_kv_heads, places.block_size)
+    shape = (places.tables[group].num_places, num_kv_heads, context.block_size)
     dtype = torch.uint8 if context.has_float8_cache else context.dtype
     keys, values = (torch.empty(*shape, head_size, dtype=dtype, device=context.device) for head_size in config.kv_sizes)
     if not context.has_float8_cache:
@@ -331,7 +358,7 @@ def make_key_value_cache(
 class TokenNorm(nn.Module):
     """RMSNorm over all heads of a token together (OLMoE), those of other tp ranks included."""
 
-    def __init__(self, heads: slice, num_heads: int, head_dim: int, epsilon: float, context: ModelContext) -> None:
+    def __init__(self, heads: slice, num_heads: int, head_dim: int, epsilon: float, context: BuildContext) -> None:
         """
         Args:
             heads: those of this rank. Every rank has as many, and several may have the same.
@@ -359,9 +386,18 @@ class TokenNorm(nn.Module):
 
 
 def _norm(
-    config: AttentionConfig, heads: slice, num_heads: int, epsilon: float, context: ModelContext
-) -> nn.Identity | RMSNorm | TokenNorm:
+    config: AttentionSpec,
+    heads: slice,
+    num_heads: int,
+    epsilon: float,
+    context: BuildContext,
+    *,
+    is_key: bool = False,
+) -> nn.Identity | RMSNorm | TokenNorm | LengthLimit:
     """Return the norm of queries or keys: of each head, or of all `num_heads` of a token (this rank has `heads`)."""
+    if config.length_limit is not None:
+        size = config.head_dim
+        return LengthLimit(config.length_limit, heads, num_heads, size, context, has_scale=not is_key)
     if config.normalized == "no":
         return nn.Identity()
     if config.normalized == "head":
@@ -370,20 +406,38 @@ def _norm(
 
 
 def _relative_scores(
-    config: AttentionConfig, heads: slice, hidden_size: int, context: ModelContext
+    config: AttentionSpec, heads: slice, hidden_size: int, context: BuildContext
 ) -> RelativeScores | None:
     if config.relative is None:
         return None
     return RelativeScores(config.relative, heads, config.num_heads, hidden_size, context)
 
 
-def _convolution(config: AttentionConfig, kv_heads: slice, context: ModelContext) -> KeyValueConvolution | None:
-    if config.num_taps is None:
+def _head_gates(config: AttentionSpec, heads: slice, hidden_size: int, context: BuildContext) -> Linear | None:
+    if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
+        return Linear(hidden_size, _length(heads), context, limits=QuantizationLimits(cuts=None))
+    if not config.has_biased_gate:
         return None
-    return KeyValueConvolution(config.num_taps, kv_heads, config.num_kv_heads, config.kv_sizes, context)
+    limits = QuantizationLimits(cuts=(heads.start * config.value_size,))
+    return Linear(hidden_size, _length(heads) * config.value_size, context, has_bias=True, limits=limits)
 
 
-def _kv_heads_of(heads: slice, config: AttentionConfig) -> slice:
+def _token_sinks(config: AttentionSpec, num_heads: int, hidden_size: int, context: BuildContext) -> Linear | None:
+    if not config.has_token_sinks:
+        return None
+    limits, chunks = QuantizationLimits(8, None), InputChunks(hidden_size, keeps_float32=True)
+    return Linear(hidden_size, num_heads, context, limits=limits, chunks=chunks)
+
+
+def _convolution(
+    config: AttentionSpec, kv_heads: slice, hidden_size: int, context: BuildContext
+) -> KeyValueConvolution | None:
+    if config.taps is None:
+        return None
+    return KeyValueConvolution(config.taps, kv_heads, config.num_kv_heads, config.kv_sizes, hidden_size, context)
+
+
+def _kv_heads_of(heads: slice, config: AttentionSpec) -> slice:
     """Return the key-value heads that these query heads read."""
     group = config.num_heads // config.num_kv_heads
     return slice(heads.start // group, -(-heads.stop // group))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.grouped_query.lengths import LengthLimit
 from moeserve.layers.linear import Linear
-from moeserve.layers.rotary import Rotations, TemperatureConfig
+from moeserve.layers.rotary import Rotations, TemperatureSpec
 from moeserve.layers.rows import At, Row, rows_of_heads, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops import rows
@@ -20,19 +21,20 @@ from moeserve.ops.rows.interface import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelativeConfig:
+class RelativeSpec:
     """The scores of a layer."""
 
     size: int  # of the state of a head, from which its scores are computed
     num_distances: int  # with scores: from 0, that of the token itself
-    temperature: TemperatureConfig | None = None  # of the states
+    temperature: TemperatureSpec | None = None  # of the states
+    length_limit: float | None = None  # of the states, after a learned scale
 
 
 class RelativeScores(nn.Module):
     """Computes for each token and head the scores that are added to those of positions at each distance."""
 
     def __init__(
-        self, config: RelativeConfig, heads: slice, num_heads: int, hidden_size: int, context: ModelContext
+        self, config: RelativeSpec, heads: slice, num_heads: int, hidden_size: int, context: BuildContext
     ) -> None:
         """
         Args:
@@ -45,12 +47,17 @@ class RelativeScores(nn.Module):
         self.states = Linear(hidden_size, size, context, limits=QuantizationLimits(8, (heads.start * config.size,)))
         # Too narrow for groups of quantised weights.
         self.map = Linear(config.size, config.num_distances, dataclasses.replace(context, quantization=None))
+        self.limit = None
+        if config.length_limit is not None:
+            self.limit = LengthLimit(config.length_limit, heads, num_heads, config.size, context)
         self._apply_rope = rows.make(context.backend).apply_rope
 
     def rows(self, at: At) -> Iterator[Row]:
         """Yield the rows of its weights."""
         share, num_rows = rows_of_heads(self.heads, self.config.size), self.num_heads * self.config.size
         yield at("r_proj.weight"), some_rows(self.states.weight, share, num_rows, self.states.weights)
+        if self.limit is not None:
+            yield from self.limit.rows(at.under("r_norm"))
         yield at("rel_logits_proj.proj"), whole(self.map.weight.T, self.map.weights)
 
     def forward(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
@@ -58,6 +65,8 @@ class RelativeScores(nn.Module):
         num_tokens, num_heads = len(hidden_TD), self.heads.stop - self.heads.start
         state_TX = self.states(self.states.weights.input_of(hidden_TD))
         state_TNS = state_TX.view(num_tokens, num_heads, self.config.size)
+        if self.limit is not None:
+            state_TNS = self.limit(state_TNS)
         if self.config.temperature is not None:
             state_TNS = self._apply_rope(state_TNS, rotations[self.config.temperature])
         scores: Tensor = self.map(state_TNS.flatten(0, 1))

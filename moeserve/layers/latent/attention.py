@@ -26,14 +26,14 @@ from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheItems, Places
 from moeserve.kv.rules import KeepAll, KeepWindow, RuleOfBlocks
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import num_input_chunks, share_inputs
-from moeserve.layers.latent.indexer import Choice, Indexer, IndexerConfig
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
+from moeserve.layers.latent.indexer import Choice, Indexer, IndexerSpec
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import AttentionCosts, Build, NetworkConfig, OverTP, Run
+from moeserve.layers.network import AttentionCosts, Build, NetworkSpec, OverTP, Run
 from moeserve.layers.norm import RMSNorm, RowsForm
-from moeserve.layers.rotary import RotaryConfig, TemperatureConfig
+from moeserve.layers.rotary import RotarySpec, TemperatureSpec
 from moeserve.layers.rows import At, Destination, Row, rows_of_heads, some_rows, whole
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
@@ -52,21 +52,21 @@ MIN_DENSE_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig(NetworkConfig):
+class LatentAttentionSpec(NetworkSpec):
     """The shape of one layer of latent attention."""
 
     num_heads: int
     query_rank: int | None  # size that queries are compressed to; None: they are not
     latent_size: int
     key_dim: int  # of each head, without the rotated part
-    rotary: RotaryConfig  # of the rotated part; `NO_ROTATED_PART` if there is none
+    rotary: RotarySpec  # of the rotated part; `NO_ROTATED_PART` if there is none
     value_dim: int
-    temperature: TemperatureConfig | None = None  # of queries
+    temperature: TemperatureSpec | None = None  # of queries
     has_learned_temperature: bool = False
     normalizes_rotated_key: bool = False  # by an RMSNorm, before its rotation (dots3)
     query_norm_epsilon: float = NORM_EPSILON
     latent_norm_epsilon: float = NORM_EPSILON
-    score_factor: float = 1.0  # see RotaryConfig
+    score_factor: float = 1.0  # see RotarySpec
     latent_factor: float = 1.0  # multiplies the normalised latent vectors (LongCat-Flash)
     has_bias: bool = False  # of the compressing projections and of the output
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
@@ -77,7 +77,7 @@ class LatentAttentionConfig(NetworkConfig):
     # of its head. Outputs are multiplied by the sigmoids of the gates (A.X K2).
     has_query_gate: bool = False
     top_k: int | None = None  # maximum number of positions that a token attends to; None: all
-    indexer: IndexerConfig | None = None  # selects them; None with `top_k`: reuse the selection of the previous layer
+    indexer: IndexerSpec | None = None  # selects them; None with `top_k`: reuse the selection of the previous layer
 
     @property
     def is_sparse(self) -> bool:
@@ -131,7 +131,7 @@ class LatentAttentionConfig(NetworkConfig):
         return LatentAttention(self, build.hidden_size, build.context)
 
     @property
-    def rotaries(self) -> tuple[RotaryConfig | TemperatureConfig, ...]:
+    def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
         """All that the layer reads of positions."""
         rotary = self.rotary if self.rotary_dim else None
         of_all = (rotary, self.temperature, None if self.indexer is None else self.indexer.rotary)
@@ -198,7 +198,7 @@ class LatentAttention(OverTP):
     Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
     """
 
-    def __init__(self, config: LatentAttentionConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: LatentAttentionSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__(context)
         tp = context.tp
         self.config = config
@@ -258,16 +258,16 @@ class LatentAttention(OverTP):
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
         """The items that it keeps. Every tp rank has all of them."""
-        one = self._empty_cache(1, self.context.block_size, torch.device("meta"), group=0)
+        one = self._empty_cache(1, torch.device("meta"), group=0)
         (rule,) = self.config.cache_rules(self.context.block_size)
         return (CacheItems(rule, sum(tensor.nbytes for tensor in one.tensors)),)
 
     def make_cache(self, places: Places) -> LatentCache:
-        group = places.group_of(*self.config.cache_rules(places.block_size))
-        return self._empty_cache(places.tables[group].num_places, places.block_size, self.context.device, group)
+        group = places.group_of(*self.config.cache_rules(self.context.block_size))
+        return self._empty_cache(places.tables[group].num_places, self.context.device, group)
 
-    def _empty_cache(self, num_blocks: int, block_size: int, device: torch.device, group: int) -> LatentCache:
-        config, dtype = self.config, self.context.dtype
+    def _empty_cache(self, num_blocks: int, device: torch.device, group: int) -> LatentCache:
+        config, dtype, block_size = self.config, self.context.dtype, self.context.block_size
         shapes: list[tuple[int, ...]] = [(num_blocks, block_size, config.cached_size)]
         if config.indexer is not None:
             shapes += config.indexer.cached_shapes(num_blocks, block_size)
@@ -417,7 +417,7 @@ class LatentAttention(OverTP):
 class HeadMaps(nn.Module):
     """The maps from a latent vector to each head's key and value; absorbed, they apply to query and result instead."""
 
-    def __init__(self, config: LatentAttentionConfig, num_heads: int, context: ModelContext) -> None:
+    def __init__(self, config: LatentAttentionSpec, num_heads: int, context: BuildContext) -> None:
         super().__init__()
         # Errors in scores grow exponentially in the softmax, so the keys' map keeps 8 bits; the other map is as small.
         # No kernel multiplies 8-bit blocks with an input of its own for each head.
@@ -425,7 +425,7 @@ class HeadMaps(nn.Module):
         shapes = (num_heads, config.latent_size, config.key_dim), (num_heads, config.value_dim, config.latent_size)
         self.keys, self.values = (Weights(products.PER_HEAD, shape, context, limits=limits) for shape in shapes)
 
-    def rows(self, name: str, config: LatentAttentionConfig, heads: slice) -> Iterator[Row]:
+    def rows(self, name: str, config: LatentAttentionSpec, heads: slice) -> Iterator[Row]:
         """Yield the rows. The tensor is ordered by head: the map [K, L] of the keys, then that [V, L] of the values."""
         size = config.key_dim + config.value_dim
         shape = (config.num_heads * size, config.latent_size)
@@ -455,11 +455,11 @@ class CompressedQuery(nn.Module):
 
     def __init__(
         self,
-        config: LatentAttentionConfig,
+        config: LatentAttentionSpec,
         hidden_size: int,
         query_size: int,
         limits: QuantizationLimits,
-        context: ModelContext,
+        context: BuildContext,
     ) -> None:
         super().__init__()
         assert config.query_rank is not None

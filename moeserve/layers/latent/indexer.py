@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from einops import rearrange
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.latent.learned_temperature import LearnedTemperature
 from moeserve.layers.latent.pooled_keys import PooledKeys
 from moeserve.layers.linear import Linear
-from moeserve.layers.rotary import RotaryConfig, Rotations
+from moeserve.layers.rotary import RotarySpec, Rotations
 from moeserve.layers.rows import At, Row, whole
 from moeserve.layers.weights import QuantizationLimits
 from moeserve.ops import indexer, rows
@@ -26,12 +26,12 @@ NORM_EPSILON = 1e-6  # of LayerNorms, independent of the model's own
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexerConfig:
+class IndexerSpec:
     """The shape of an indexer. All of its heads share one key for each token, or for several tokens."""
 
     num_heads: int
     key_dim: int
-    rotary: RotaryConfig | None  # applied to the first elements of queries and keys; None: they are not rotated
+    rotary: RotarySpec | None  # applied to the first elements of queries and keys; None: they are not rotated
     rotates_last: bool = False  # it is applied to the last elements instead (HY-V4)
     norm_epsilon: float = NORM_EPSILON  # of the norm of keys
     reads_hidden: bool = False  # queries are projected from normalised hidden states (Mistral Large 4)
@@ -61,7 +61,7 @@ class Indexer(nn.Module):
     """
 
     def __init__(
-        self, config: IndexerConfig, hidden_size: int, query_rank: int | None, top_k: int, context: ModelContext
+        self, config: IndexerSpec, hidden_size: int, query_rank: int | None, top_k: int, context: BuildContext
     ) -> None:
         """
         Args:

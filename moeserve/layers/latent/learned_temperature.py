@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 
 
 class LearnedTemperature(nn.Module):
     """Multiplies each query by the factor of its head at its position p: weight * ln(1 + p) + bias."""
 
-    def __init__(self, num_heads: int, context: ModelContext) -> None:
+    def __init__(self, num_heads: int, context: BuildContext) -> None:
         super().__init__()
         self.weight = context.parameter(num_heads, dtype=torch.float32)
         self.bias = context.parameter(num_heads, dtype=torch.float32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import compressed_attention
 from moeserve.ops.compressed_attention.interface import CompressedShape
@@ -19,7 +19,7 @@ from moeserve.step_inputs import StepInputs
 class PooledKeys(nn.Module):
     """Pools the keys of each window of tokens: for each channel, weighted by the softmax of the tokens' gates."""
 
-    def __init__(self, key_dim: int, num_tokens: int, context: ModelContext) -> None:
+    def __init__(self, key_dim: int, num_tokens: int, context: BuildContext) -> None:
         """
         Args:
             num_tokens: tokens of a window.

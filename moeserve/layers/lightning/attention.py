@@ -13,11 +13,11 @@ from moeserve.config.needs import Needs
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import KeepState
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
 from moeserve.layers.grouped_query.attention import TokenNorm
-from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import Build, NetworkConfig, OverTP, Run
+from moeserve.layers.network import Build, NetworkSpec, OverTP, Run
 from moeserve.layers.rows import At, Row, rows_of_heads, whole
 from moeserve.layers.rows_of_parts import Part, by_key_head, joined
 from moeserve.layers.state_cache import StateCache
@@ -29,7 +29,7 @@ from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LightningAttentionConfig(NetworkConfig):
+class LightningAttentionSpec(NetworkSpec):
     """The shape of one layer."""
 
     num_heads: int
@@ -66,7 +66,7 @@ class LightningAttention(OverTP):
     Each tp rank has a share of the heads, and its output is a partial sum over these heads.
     """
 
-    def __init__(self, config: LightningAttentionConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: LightningAttentionSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__(context)
         tp = context.tp
         self.config, self.context = config, context

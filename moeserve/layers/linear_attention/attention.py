@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from moeserve.distributed.mesh import share_of
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import KeepState
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.linear_attention.rows import linear_attention_rows
-from moeserve.layers.network import Build, NetworkConfig, OverTP, Run
+from moeserve.layers.network import Build, NetworkSpec, OverTP, Run
 from moeserve.layers.rows import At, Row
 from moeserve.layers.state_cache import StateCache
 from moeserve.layers.weights import QuantizationLimits
@@ -29,7 +29,7 @@ from moeserve.ops.linear_attention.interface import LinearAttentionShape, Linear
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAttentionConfig(NetworkConfig):
+class LinearAttentionSpec(NetworkSpec):
     """The shape of one layer. Value head n reads key head n // (num_heads / num_key_heads)."""
 
     num_heads: int  # value heads
@@ -61,7 +61,7 @@ class LowRankLinear(nn.Module):
     """A low-rank projection: the first factor is whole on every rank, the second has this rank's outputs."""
 
     def __init__(
-        self, hidden_size: int, rank: int, num_outputs: int, limits: QuantizationLimits, context: ModelContext
+        self, hidden_size: int, rank: int, num_outputs: int, limits: QuantizationLimits, context: BuildContext
     ) -> None:
         super().__init__()
         self.down = Linear(hidden_size, rank, context, limits=QuantizationLimits(limits.min_bits))
@@ -79,7 +79,7 @@ class LinearAttention(OverTP):
     Each tp rank has a share of the heads, and its output is a partial sum over these heads.
     """
 
-    def __init__(self, config: LinearAttentionConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: LinearAttentionSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__(context)
         tp = context.tp
         self.config = config

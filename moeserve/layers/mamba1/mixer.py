@@ -12,10 +12,10 @@ from torch import Tensor
 from moeserve.config.needs import Needs
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import KeepState
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import Build, NetworkConfig, OverTP, Run
+from moeserve.layers.network import Build, NetworkSpec, OverTP, Run
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import At, Row, some_rows
 from moeserve.layers.rows_of_parts import Part, joined
@@ -29,7 +29,7 @@ from moeserve.ops.selective_scan.reference import SelectiveScanWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaConfig(NetworkConfig):
+class MambaSpec(NetworkSpec):
     """The shape of one layer."""
 
     num_channels: int
@@ -64,7 +64,7 @@ class MambaMixer(OverTP):
     Errors in step sizes affect all later tokens. So what selects them is float32, or 8 bits if weights are quantised.
     """
 
-    def __init__(self, config: MambaConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: MambaSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__(context)
         self.config, self.context = config, context
         share = share_inputs(config.num_channels, num_input_chunks(config.can_divide), context)

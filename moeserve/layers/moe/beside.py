@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
-from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.moe.layer import MoELayer, MoESpec
+from moeserve.layers.network import Build, FeedForwardSpec, Network, NetworkPart, Run, Stages
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows as row_operations
@@ -27,16 +27,16 @@ class ParallelRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideConfig(FeedForwardConfig):
+class BesideSpec(FeedForwardSpec):
     """The shape of a dense network and experts that read the residual stream side by side."""
 
     has_dense = True
 
-    dense: DenseConfig
-    experts: MoEConfig
+    dense: DenseSpec
+    experts: MoESpec
 
     @property
-    def moe(self) -> MoEConfig:
+    def moe(self) -> MoESpec:
         return self.experts
 
     @property
@@ -78,7 +78,7 @@ class Beside(Network):
     def moe(self) -> MoELayer:
         return self.experts
 
-    def __init__(self, config: BesideConfig, build: Build) -> None:
+    def __init__(self, config: BesideSpec, build: Build) -> None:
         super().__init__()
         self.hidden_size = build.hidden_size
         self.dense = config.dense.build(build)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import InputShare
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import InputShare
 from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import products
@@ -29,7 +29,7 @@ class Experts(nn.Module):
         hidden_size: int,
         share: InputShare,
         activation: Activation,
-        context: ModelContext,
+        context: BuildContext,
         *,
         has_bias: bool,
         has_down_bias: bool | None = None,

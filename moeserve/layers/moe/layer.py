@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moeserve.config.needs import Needs
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import share_experts
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import share_experts
 from moeserve.layers.linear import Linear
 from moeserve.layers.moe.dispatch.base import PendingDispatch, PendingOutput
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
@@ -20,28 +20,28 @@ from moeserve.layers.moe.placement.load import ExpertLoad
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.moe.router import Router, Routing
 from moeserve.layers.moe.rows import expert_rows
-from moeserve.layers.moe.shared import SharedExperts, SharedExpertsConfig
-from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages, run_in_turn
-from moeserve.layers.norm import RowsForm
+from moeserve.layers.moe.shared import SharedExperts, SharedExpertsSpec
+from moeserve.layers.network import Build, FeedForwardSpec, Network, NetworkPart, Run, Stages, run_in_turn
+from moeserve.layers.norm import RMSNorm, RowsForm, ScaledFirstNorm
 from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.rows.activations import Activation, SwiGLU
 from moeserve.ops.rows.interface import Rows, plain_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(FeedForwardConfig):
+class MoESpec(FeedForwardSpec):
     """The shape of one mixture-of-experts layer."""
 
-    router: RouterConfig
+    router: RouterSpec
     expert_width: int
     activation: Activation = SwiGLU()
     has_expert_bias: bool = False
     has_output_bias: bool = False  # a bias of the output; the router's weights sum to one, so each expert adds it
     num_fixed: int = 0  # the last experts, stored as shared ones: the router chooses them for each token (Inkling)
     may_lack_correction: bool = False  # a checkpoint may lack the router's correction, which is then zero
-    shared: SharedExpertsConfig | None = None
+    shared: SharedExpertsSpec | None = None
     averages_shared: bool = False  # the output is half the sum of routed and shared experts (Cohere)
     # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
     weighs_inputs: bool = False
@@ -49,10 +49,13 @@ class MoEConfig(FeedForwardConfig):
     # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
     latent_size: int | None = None  # None: the model's width
     router_size: int | None = None  # size of the rows that the router reads; None: the model's width
+    latent_norm_epsilon: float | None = None  # of a norm of these rows before the experts; None: there is none
+    output_norm_epsilon: float | None = None  # of a norm of each expert's output, which all share; None: there is none
+    router_factor: float = 1.0  # multiplies the stored weights of the router
     zero_experts_return_nothing: bool = False  # instead of their input
 
     @property
-    def moe(self) -> MoEConfig:
+    def moe(self) -> MoESpec:
         return self
 
     @property
@@ -94,11 +97,11 @@ class MoELayer(Network):
 
     def __init__(
         self,
-        config: MoEConfig,
+        config: MoESpec,
         hidden_size: int,
         placement: Placement,
         dispatchers: DispatcherFactory,
-        context: ModelContext,
+        context: BuildContext,
     ) -> None:
         super().__init__()
         assert placement.num_logical == config.router.num_experts
@@ -113,6 +116,13 @@ class MoELayer(Network):
         if config.latent_size is not None:
             self.to_latent = Linear(hidden_size, row_size, context)
             self.from_latent = Linear(row_size, hidden_size, context)
+        self.latent_norm: RMSNorm | None = None
+        if config.latent_norm_epsilon is not None:
+            self.latent_norm = RMSNorm(row_size, config.latent_norm_epsilon, context)
+        self.output_norm: ScaledFirstNorm | None = None
+        if config.output_norm_epsilon is not None:
+            assert placement.num_slices == 1
+            self.output_norm = ScaledFirstNorm(row_size, config.output_norm_epsilon, context)
         self.experts = Experts(
             placement.num_slots[self.rank_in_group],
             row_size,
@@ -161,12 +171,16 @@ class MoELayer(Network):
             router_factor: multiplies the stored weights of the router.
         """
         config = self.config
+        router_factor *= config.router_factor
         yield from self.router.rows(at.under("gate"), router_factor, config.may_lack_correction, config.num_fixed)
         if self.shared_experts is not None:
             yield from self.shared_experts.rows(at)
         for linear, name in ((self.to_latent, "to_latent"), (self.from_latent, "from_latent")):
             if linear is not None:
                 yield from linear.rows(at.under(name))
+        for norm, name in ((self.latent_norm, "latent_norm"), (self.output_norm, "output_norm")):
+            if norm is not None:
+                yield from norm.rows(at.under(name))
         yield from expert_rows(at.under("experts"), self)
         if self.config.has_output_bias:
             yield at("bias"), None
@@ -213,6 +227,8 @@ class MoELayer(Network):
             routing, zero_weights_T1 = routing.without_zero_experts(self.config.router.num_experts)
         if self.to_latent is not None:
             sent_TD = self.to_latent(self.to_latent.weights.input_of(hidden_TD))
+            if self.latent_norm is not None:
+                sent_TD = self.latent_norm(sent_TD)
         else:
             sent_TD = hidden_TD if self.dispatcher.takes_float8 else plain_TD
         if self.weighs_inputs:
@@ -237,4 +253,7 @@ class MoELayer(Network):
         dispatched = pending.wait()
         if not dispatched.is_counted:
             self.load.count(dispatched.tokens.groups.counts_e)
-        return self.experts(dispatched.tokens), dispatched.combine
+        output = self.experts(dispatched.tokens)
+        if self.output_norm is not None:
+            self.output_norm.in_place(output)
+        return output, dispatched.combine

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.rows import At, Destination, Row, some_columns, some_rows, whole
 from moeserve.ops import pairs, routing
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.step_inputs import StepInputs
 
 ALWAYS = 1e30  # the correction of an expert that is always chosen
@@ -39,7 +39,7 @@ class Routing:
 class Router(nn.Module):
     """Chooses experts in float32 for any model dtype, because rounding could change the choice."""
 
-    def __init__(self, config: RouterConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: RouterSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
         self.config = config
         num_experts, dtype = config.num_experts + config.num_zero_experts, torch.float32

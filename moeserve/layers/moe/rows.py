@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moeserve.layers.rows import At, Destination, Row, mxfp4_matrix, rows_of_heads, some_columns, some_rows, whole
+from moeserve.layers.rows import (
+    At,
+    Destination,
+    Row,
+    mxfp4_matrix,
+    one_of_stack,
+    rows_of_heads,
+    some_columns,
+    some_rows,
+    whole,
+)
 from moeserve.layers.weights import AnyWeights
 
 if TYPE_CHECKING:
@@ -44,6 +54,8 @@ def expert_rows(at: At, moe: MoELayer) -> Iterator[Row]:
         yield from _separate(at, moe)
     elif any(at.has(f"interleaved.{name}") for name in ("gate_up_proj", "gate_up_proj_blocks")):
         yield from _interleaved(at.under("interleaved"), moe)
+    elif at.has("in_turns.gate_up_proj"):
+        yield from _some_fused(at, moe, range(moe.placement.num_logical))
     elif at.has("below.up_proj"):
         yield from _one_below_the_other(at.under("below"), moe)
     elif at.has(f"transposed.{fused}"):
@@ -151,20 +163,24 @@ def _stacked(at: At, moe: MoELayer) -> Iterator[Row]:
     gate_up, down, share, width = moe.experts.gate_up, moe.experts.down, moe.experts.width, moe.config.expert_width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
     num_parts = gate_up.open.num_parts
-    inner = list(zip(GATE_UP[-num_parts:], gate_up.open.weight_eOI.chunk(num_parts, dim=1), strict=True))
-    for name in (*(name for name, _ in inner), "down_proj"):
+    inner_names, inner = GATE_UP[-num_parts:], gate_up.open.weight_eOI.chunk(num_parts, dim=1)
+    for name in (*inner_names, "down_proj"):
         yield at(f"{name}.weight"), None
     for slot, expert in enumerate(moe.local_experts):
         one, of_slot = slice(expert, expert + 1), slice(slot, slot + 1)
-        for name, memory_eID in inner:
+        if gate_up.is_mxfp4:
+            matrices = *_mxfp4_matrices(gate_up, slot, num_parts), *_mxfp4_matrices(down, slot, 1)
+            places = [one_of_stack(matrix, expert, num_experts) for matrix in matrices]
+        else:
             shape = num_experts, width, hidden_size
-            yield at(f"{name}.weight"), Destination(memory_eID[of_slot], shape, (one, share), gate_up)
-        shape = num_experts, hidden_size, width
-        place = Destination(down.open.weight_eOI[of_slot], shape, (one, slice(0, hidden_size), share), down)
-        yield at("down_proj.weight"), place
+            places = [Destination(memory_eID[of_slot], shape, (one, share), gate_up) for memory_eID in inner]
+            shape, parts = (num_experts, hidden_size, width), (one, slice(0, hidden_size), share)
+            places.append(Destination(down.open.weight_eOI[of_slot], shape, parts, down))
+        for name, place in zip((*inner_names, "down_proj"), places, strict=True):
+            yield at(f"{name}.weight"), place
         if gate_up.bias is not None:
             biases = gate_up.bias[of_slot].chunk(num_parts, dim=1)
-            for (name, _), memory_eI in zip(inner, biases, strict=True):
+            for name, memory_eI in zip(inner_names, biases, strict=True):
                 yield at(f"{name}.bias"), Destination(memory_eI, (num_experts, width), (one, share))
             yield at("down_proj.bias"), None  # on one of the ranks that share an expert
         if down.bias is not None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import InputShare
 from moeserve.layers.dense.mlp import MLP
-from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows
@@ -18,7 +18,7 @@ from moeserve.ops.rows.interface import Rows, plain_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedExpertsConfig:
+class SharedExpertsSpec:
     """One network as wide as all shared experts together."""
 
     width: int
@@ -29,7 +29,7 @@ class SharedExpertsConfig:
 class SharedExperts(nn.Module):
     """Computes mlp(x), or sigmoid(gate(x)) * mlp(x)."""
 
-    def __init__(self, config: SharedExpertsConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: SharedExpertsSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
         self.mlp = MLP(hidden_size, InputShare(slice(0, config.width), None), context, config.activation)
         self.gate = Linear(hidden_size, 1, context) if config.is_gated else None

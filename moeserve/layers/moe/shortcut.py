@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
-from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.moe.layer import MoELayer, MoESpec
+from moeserve.layers.network import Build, FeedForwardSpec, Network, NetworkPart, Run, Stages
 from moeserve.layers.rows import At, Row
 from moeserve.ops import rows as row_operations
 
@@ -26,16 +26,16 @@ class Shortcut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortcutStartConfig(FeedForwardConfig):
+class ShortcutStartSpec(FeedForwardSpec):
     """The shape of a dense network, and of the experts that read the same rows."""
 
     has_dense = True
 
-    dense: DenseConfig
-    experts: MoEConfig
+    dense: DenseSpec
+    experts: MoESpec
 
     @property
-    def moe(self) -> MoEConfig:
+    def moe(self) -> MoESpec:
         return self.experts
 
     def build(self, build: Build) -> ShortcutStart:
@@ -43,12 +43,12 @@ class ShortcutStartConfig(FeedForwardConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortcutEndConfig(FeedForwardConfig):
+class ShortcutEndSpec(FeedForwardSpec):
     """The shape of the dense network after which the output of the experts is added."""
 
     has_dense = True
 
-    dense: DenseConfig
+    dense: DenseSpec
 
     def build(self, build: Build) -> ShortcutEnd:
         return ShortcutEnd(self, build)
@@ -59,7 +59,7 @@ class ShortcutStart(Network):
 
     waits = True
 
-    def __init__(self, config: ShortcutStartConfig, build: Build) -> None:
+    def __init__(self, config: ShortcutStartSpec, build: Build) -> None:
         super().__init__()
         self.dense = config.dense.build(build)
         self.experts = config.experts.build(build)
@@ -87,7 +87,7 @@ class ShortcutStart(Network):
 class ShortcutEnd(Network):
     """The sum of a dense network's output and that of the experts."""
 
-    def __init__(self, config: ShortcutEndConfig, build: Build) -> None:
+    def __init__(self, config: ShortcutEndSpec, build: Build) -> None:
         super().__init__()
         self.dense = config.dense.build(build)
         self._add = row_operations.make(build.context.backend).add

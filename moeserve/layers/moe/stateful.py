@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
 from moeserve.layers.linear import Linear
-from moeserve.layers.moe.layer import MoEConfig, MoELayer
-from moeserve.layers.network import Build, FeedForwardConfig, Network, NetworkPart, Run, Stages
+from moeserve.layers.moe.layer import MoELayer, MoESpec
+from moeserve.layers.network import Build, FeedForwardSpec, Network, NetworkPart, Run, Stages
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import At, Row, whole
 from moeserve.layers.weights import QuantizationLimits
@@ -31,15 +31,15 @@ class RouterState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatefulMoEConfig(FeedForwardConfig):
+class StatefulMoESpec(FeedForwardSpec):
     """The shape of experts and of their router's network."""
 
-    experts: MoEConfig
+    experts: MoESpec
     router_width: int
     reads_state: bool  # False in the first layer
 
     @property
-    def moe(self) -> MoEConfig:
+    def moe(self) -> MoESpec:
         return self.experts
 
     @property
@@ -55,7 +55,7 @@ class StatefulMoE(Network):
 
     waits = True
 
-    def __init__(self, config: StatefulMoEConfig, build: Build) -> None:
+    def __init__(self, config: StatefulMoESpec, build: Build) -> None:
         super().__init__()
         context, width, limits = build.context, config.router_width, QuantizationLimits(8, None)
         self.experts = config.experts.build(build)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moeserve.kv.layer_cache import CacheDivision, CacheItems, Places
 from moeserve.kv.rules import KeepState
-from moeserve.layers.context import ModelContext
-from moeserve.layers.input_share import num_input_chunks, share_inputs
+from moeserve.layers.build_context import BuildContext
+from moeserve.layers.chunked_sums import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
-from moeserve.layers.network import Build, NetworkConfig, OverTP, Run
+from moeserve.layers.network import Build, NetworkSpec, OverTP, Run
 from moeserve.layers.rows import At, Row, some_rows
 from moeserve.layers.rows_of_parts import Part, joined
 from moeserve.layers.state_cache import StateCache
@@ -23,7 +23,7 @@ from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortConvolutionConfig(NetworkConfig):
+class ShortConvolutionSpec(NetworkSpec):
     """The shape of one layer."""
 
     num_channels: int
@@ -53,7 +53,7 @@ class GatedConvolution(OverTP):
     Each tp rank has a share of the channels, and its output is a partial sum over them.
     """
 
-    def __init__(self, config: ShortConvolutionConfig, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, config: ShortConvolutionSpec, hidden_size: int, context: BuildContext) -> None:
         super().__init__(context)
         self.config = config
         self.context = context

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.network import Build
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rows import At, Row, whole
-from moeserve.layers.streams.residual import PlainStream, Residual
+from moeserve.layers.streams.residual import PlaceSpec, PlainStream, Residual
 from moeserve.ops import mixing
 from moeserve.ops.mixing.interface import Affine
 
@@ -21,7 +21,7 @@ from moeserve.ops.mixing.interface import Affine
 class Columns(nn.Module):
     """The function (x + bias) * scale of each column."""
 
-    def __init__(self, hidden_size: int, context: ModelContext) -> None:
+    def __init__(self, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
         self.scale, self.bias = (context.parameter(hidden_size, dtype=torch.float32) for _ in range(2))
 
@@ -44,20 +44,11 @@ class AffineStream(PlainStream):
     def needs(self) -> Needs:
         return Needs(without_gpu_kernels="learned functions of the residual stream")
 
-    def place(
-        self,
-        build: Build,
-        form: RowsForm,
-        entry_norm: nn.Module | None,
-        *,
-        has_norm: bool,
-        is_normed: bool,
-        is_scaled: bool,
-    ) -> AffineResidual:
-        assert has_norm
-        assert not is_normed
-        assert not is_scaled
-        return AffineResidual(entry_norm or self.norm(build, "plain"), build)
+    def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> AffineResidual:
+        assert spec.has_norm
+        assert not spec.is_normed
+        assert not spec.is_scaled
+        return AffineResidual(spec.entry_norm or self.norm(build, "plain"), build)
 
 
 class AffineResidual(Residual):

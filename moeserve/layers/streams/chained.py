@@ -5,32 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeserve.layers.network import Build
 from moeserve.layers.norm import NoNorm, RowsForm
-from moeserve.layers.streams.residual import PlainStream, Residual
+from moeserve.layers.streams.residual import PlaceSpec, PlainStream, Residual
 
 
 @dataclass(frozen=True)
 class ChainedStream(PlainStream):
     """One row for each token. A network without a norm reads the update before it, and replaces it by its own."""
 
-    def place(
-        self,
-        build: Build,
-        form: RowsForm,
-        entry_norm: nn.Module | None,
-        *,
-        has_norm: bool,
-        is_normed: bool,
-        is_scaled: bool,
-    ) -> Residual:
-        if has_norm:
-            return super().place(build, form, entry_norm, has_norm=True, is_normed=is_normed, is_scaled=is_scaled)
-        assert entry_norm is None
-        assert not is_normed
-        assert not is_scaled
+    def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> Residual:
+        if spec.has_norm:
+            return super().place(build, form, spec)
+        assert spec.entry_norm is None
+        assert not spec.is_normed
+        assert not spec.is_scaled
         return Chained(NoNorm(build.context), None, build)
 
 

@@ -15,7 +15,7 @@ from moeserve.ops import rows
 
 
 @dataclass(frozen=True)
-class GatedNormConfig:
+class GatedNormSpec:
     """The shape of a gated norm."""
 
     rank: int  # size of the rows from which gates are projected
@@ -28,7 +28,7 @@ class GatedNormConfig:
 class GatedNorm(nn.Module):
     """norm(x) * sigmoid(up(silu(down(norm(x)))))"""
 
-    def __init__(self, config: GatedNormConfig, build: Build) -> None:
+    def __init__(self, config: GatedNormSpec, build: Build) -> None:
         super().__init__()
         self.norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context)
         self.down = Linear(build.hidden_size, config.rank, build.context)

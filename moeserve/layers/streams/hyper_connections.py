@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import RMSNorm, RowsForm
 from moeserve.layers.rows import At, Row, whole
-from moeserve.layers.streams.residual import Place
+from moeserve.layers.streams.residual import Place, PlaceSpec
+from moeserve.ops import rows
 from moeserve.ops import streams as stream_operations
-from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
+from moeserve.ops.streams.interface import StreamsSpec, StreamsWeights
 
 # S streams, X = S * D, C coefficients
 
@@ -31,8 +32,8 @@ class Streams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HyperStreams(StreamsConfig):
-    """Several rows for each token."""
+class HyperStreams(StreamsSpec):
+    """Several rows for each token. A network without a norm reads all of them, and its output is as wide."""
 
     ends_in_mean: bool = False  # the hidden states are the mean of the streams (GLM-5.3), not a learned sum
 
@@ -45,20 +46,14 @@ class HyperStreams(StreamsConfig):
         independent = None if self.num_iterations else "hyper-connections that do not mix streams"
         return Needs(without_gpu_order="hyper-connections", without_gpu_kernels=independent)
 
-    def place(
-        self,
-        build: Build,
-        form: RowsForm,
-        entry_norm: nn.Module | None,
-        *,
-        has_norm: bool,
-        is_normed: bool,
-        is_scaled: bool,
-    ) -> HyperConnection:
-        assert entry_norm is None
-        assert has_norm
-        assert not is_normed
-        assert not is_scaled
+    def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> StreamsPlace:
+        assert spec.entry_norm is None
+        assert not spec.is_normed
+        assert not spec.is_scaled
+        return self.connect(build, form) if spec.has_norm else StreamsPlace(self, build)
+
+    def connect(self, build: Build, form: RowsForm) -> StreamsPlace:
+        """Return the place of a network that reads a row for each token."""
         return HyperConnection(self, build, form, num_kinds=self.num_kinds)
 
     def last(self, build: Build) -> StreamsPlace:
@@ -70,12 +65,38 @@ class HyperStreams(StreamsConfig):
 
 
 class StreamsPlace(Place):
+    """The place of a network that reads all streams, and whose output is as wide."""
+
+    def __init__(self, config: StreamsSpec, build: Build) -> None:
+        super().__init__()
+        self.kernels = stream_operations.make(build.context.backend, config, build.norm_epsilon)
+        self._add = rows.make(build.context.backend).add
+
+    def enter(self, stream: Streams, update_TD: Tensor | None) -> tuple[Streams, Any]:
+        values_TX = self.close(stream, update_TD)
+        return Streams(values_TX), values_TX
+
+    def leave(self, stream: Streams, update_TD: Tensor) -> tuple[Streams, Tensor | None]:
+        if stream.coefficients_TC is None:
+            return Streams(self._add(stream.values_TX, update_TD)), None
+        return stream, update_TD
+
+    def close(self, stream: Streams, update_TD: Tensor | None) -> Tensor:
+        if update_TD is None:
+            return stream.values_TX
+        assert stream.coefficients_TC is not None
+        return self.kernels.expand(stream.values_TX, update_TD, stream.coefficients_TC)
+
+    def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
+        yield from ()
+
+
+class StreamsSum(StreamsPlace):
     """A place that reads a weighted sum of streams."""
 
-    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm) -> None:
-        super().__init__()
+    def __init__(self, config: StreamsSpec, build: Build, form: RowsForm) -> None:
+        super().__init__(config, build)
         self.norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context, form)
-        self.kernels = stream_operations.make(build.context.backend, config, build.norm_epsilon)
 
     @property
     def weights(self) -> StreamsWeights:
@@ -88,23 +109,14 @@ class StreamsPlace(Place):
         _, normed = self.norm.after_adding(None, collapsed_TD)
         return Streams(values_TX, coefficients_TC), normed
 
-    def leave(self, stream: Streams, update_TD: Tensor) -> tuple[Streams, Tensor | None]:
-        return stream, update_TD
-
-    def close(self, stream: Streams, update_TD: Tensor | None) -> Tensor:
-        if update_TD is None:
-            return stream.values_TX
-        assert stream.coefficients_TC is not None
-        return self.kernels.expand(stream.values_TX, update_TD, stream.coefficients_TC)
-
     def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
         yield from self.norm.rows(at.under(norm_name))
 
 
-class StreamsMean(StreamsPlace):
+class StreamsMean(StreamsSum):
     """The last place, which reads the mean of the streams."""
 
-    def __init__(self, config: StreamsConfig, build: Build) -> None:
+    def __init__(self, config: StreamsSpec, build: Build) -> None:
         super().__init__(dataclasses.replace(config, epsilon=0.0), build, "plain")
         num_streams, device = config.num_streams, build.context.device
         # The sigmoid of this number is 1 / num_streams.
@@ -120,10 +132,10 @@ class StreamsMean(StreamsPlace):
         return self._weights
 
 
-class HyperConnection(StreamsPlace):
+class HyperConnection(StreamsSum):
     """The place of a network between streams."""
 
-    def __init__(self, config: StreamsConfig, build: Build, form: RowsForm = "plain", *, num_kinds: int) -> None:
+    def __init__(self, config: StreamsSpec, build: Build, form: RowsForm = "plain", *, num_kinds: int) -> None:
         """
         Args:
             num_kinds: of coefficients. 1 for the last place, whose normalised streams are the model's output.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import RowsForm
-from moeserve.layers.streams.residual import PlainStream, Residual
+from moeserve.layers.streams.residual import PlaceSpec, PlainStream, Residual
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,11 @@ class NormedStream(PlainStream):
     def needs(self) -> Needs:
         return Needs(without_gpu_kernels="outputs that are added to normalised rows")
 
-    def place(
-        self,
-        build: Build,
-        form: RowsForm,
-        entry_norm: nn.Module | None,
-        *,
-        has_norm: bool,
-        is_normed: bool,
-        is_scaled: bool,
-    ) -> NormedResidual:
-        assert entry_norm is None
-        assert has_norm
-        assert not is_normed
-        assert not is_scaled
+    def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> NormedResidual:
+        assert spec.entry_norm is None
+        assert spec.has_norm
+        assert not spec.is_normed
+        assert not spec.is_scaled
         return NormedResidual(self.norm(build, "plain"), None, build)
 
 

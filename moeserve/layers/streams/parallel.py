@@ -12,7 +12,7 @@ from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
 from moeserve.layers.norm import NoNorm, RowsForm
 from moeserve.layers.rows import At, Row
-from moeserve.layers.streams.residual import Place, PlainStream
+from moeserve.layers.streams.residual import Place, PlaceSpec, PlainStream
 from moeserve.ops import rows
 
 
@@ -35,20 +35,11 @@ class ParallelStream:
     def needs(self) -> Needs:
         return Needs(without_gpu_kernels="networks that read the same rows")
 
-    def place(
-        self,
-        build: Build,
-        form: RowsForm,
-        entry_norm: nn.Module | None,
-        *,
-        has_norm: bool,
-        is_normed: bool,
-        is_scaled: bool,
-    ) -> Fork:
-        assert entry_norm is None
-        assert not is_normed
-        assert not is_scaled
-        return Fork(self.plain.norm(build, "plain"), build) if has_norm else Join(NoNorm(build.context), build)
+    def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> Fork:
+        assert spec.entry_norm is None
+        assert not spec.is_normed
+        assert not spec.is_scaled
+        return Fork(self.plain.norm(build, "plain"), build) if spec.has_norm else Join(NoNorm(build.context), build)
 
     def last(self, build: Build) -> Fork:
         return Fork(self.plain.norm(build, "plain"), build)

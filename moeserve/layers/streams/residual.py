@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moeserve.config.needs import Needs
 from moeserve.layers.network import Build
-from moeserve.layers.norm import LayerNorm, NoNorm, RMSNorm, RowsForm
+from moeserve.layers.norm import LayerNorm, NoNorm, RMSNorm, RowsForm, ScaledFirstNorm
 from moeserve.layers.rows import At, Row, whole
 from moeserve.ops import rows
 
@@ -46,7 +46,7 @@ class Place(nn.Module):
         raise NotImplementedError
 
 
-class NormConfig(Protocol):
+class NormSpec(Protocol):
     """A kind of norm before a network."""
 
     def build(self, build: Build, form: RowsForm) -> nn.Module:
@@ -78,7 +78,17 @@ class NormWithEpsilon:
         return RMSNorm(build.hidden_size, self.epsilon, build.context, form)
 
 
-class StreamConfig(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class PlaceSpec:
+    """How a network is connected to the residual stream."""
+
+    entry_norm: nn.Module | None = None  # the norm before the network, if it is not that of the stream
+    has_norm: bool  # False: the network reads the stream as it is, in plain rows
+    is_normed: bool  # the network's output is normalised
+    is_scaled: bool  # the stream is multiplied by a learned number behind the network
+
+
+class StreamSpec(Protocol):
     """A kind of residual stream."""
 
     @property
@@ -91,25 +101,8 @@ class StreamConfig(Protocol):
         """The demands of the stream on the settings."""
         ...
 
-    def place(
-        self,
-        build: Build,
-        form: RowsForm,
-        entry_norm: nn.Module | None,
-        *,
-        has_norm: bool,
-        is_normed: bool,
-        is_scaled: bool,
-    ) -> Place:
-        """Return the place of a network.
-
-        Args:
-            form: the form of rows that the network reads.
-            entry_norm: the norm before the network, if it is not that of the stream.
-            has_norm: False: the network reads the stream as it is, in plain rows.
-            is_normed: the network's output is normalised.
-            is_scaled: the stream is multiplied by a learned number behind the network.
-        """
+    def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> Place:
+        """Return the place of a network. `form` is that of the rows that the network reads."""
         ...
 
     def last(self, build: Build) -> Place:
@@ -127,26 +120,17 @@ class PlainStream:
 
     has_layer_norms: bool = False  # the norms are LayerNorms
     has_norm_biases: bool = True  # if they are
-    last_norm: NormConfig | None = None  # behind all networks; None: as those before networks
+    last_norm: NormSpec | None = None  # behind all networks; None: as those before networks
     width: int = 1
 
     @property
     def needs(self) -> Needs:
         return Needs(without_gpu_kernels="LayerNorm" if self.has_layer_norms else None)
 
-    def place(
-        self,
-        build: Build,
-        form: RowsForm,
-        entry_norm: nn.Module | None,
-        *,
-        has_norm: bool,
-        is_normed: bool,
-        is_scaled: bool,
-    ) -> Residual:
-        norm = entry_norm or (self.norm(build, form) if has_norm else NoNorm(build.context))
-        output_norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context) if is_normed else None
-        return (ScaledResidual if is_scaled else Residual)(norm, output_norm, build)
+    def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> Residual:
+        norm = spec.entry_norm or (self.norm(build, form) if spec.has_norm else NoNorm(build.context))
+        output_norm = RMSNorm(build.hidden_size, build.norm_epsilon, build.context) if spec.is_normed else None
+        return (ScaledResidual if spec.is_scaled else Residual)(norm, output_norm, build)
 
     def last(self, build: Build) -> Residual:
         norm = self.norm(build, "plain") if self.last_norm is None else self.last_norm.build(build, "plain")
@@ -166,7 +150,7 @@ class PlainStream:
 class Residual(Place):
     """A norm before the network, and perhaps one of its output."""
 
-    def __init__(self, norm: nn.Module, output_norm: RMSNorm | None, build: Build) -> None:
+    def __init__(self, norm: nn.Module, output_norm: RMSNorm | ScaledFirstNorm | None, build: Build) -> None:
         super().__init__()
         self.norm = norm
         self.output_norm = output_norm

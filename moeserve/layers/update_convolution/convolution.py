@@ -12,7 +12,7 @@ from torch import Tensor
 from moeserve.config.needs import Needs
 from moeserve.kv.layer_cache import CacheItems, Places
 from moeserve.kv.rules import KeepState
-from moeserve.layers.network import Build, Network, NetworkConfig, Run, gathered
+from moeserve.layers.network import Build, Network, NetworkSpec, Run, gathered
 from moeserve.layers.rows import At, Row, residual_taps, whole
 from moeserve.layers.state_cache import StateCache
 from moeserve.ops import convolution
@@ -20,13 +20,14 @@ from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeig
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateConvolutionConfig(NetworkConfig):
+class UpdateConvolutionSpec(NetworkSpec):
     """The shape of one convolution. Its place is on a `ChainedStream`, without a norm."""
 
     name = "update_convolution"
 
     num_taps: int  # tokens that the convolution spans, the current one included
     is_scaled: bool = False  # the result is multiplied by a learned number
+    factor: float | None = None  # or by this one (Inkling 2)
 
     @property
     def needs(self) -> Needs:
@@ -43,11 +44,13 @@ class UpdateConvolutionConfig(NetworkConfig):
 class UpdateConvolution(Network):
     """Every tp rank convolves the updates of all tokens, and keeps its own ones. Each has all states."""
 
-    def __init__(self, config: UpdateConvolutionConfig, build: Build) -> None:
+    def __init__(self, config: UpdateConvolutionSpec, build: Build) -> None:
         super().__init__()
         self.config, self.context, self.size = config, build.context, build.hidden_size
         self.taps = self.context.parameter(config.num_taps, self.size, dtype=torch.float32)
-        self.scale = self.context.parameter(1, dtype=torch.float32) if config.is_scaled else None
+        self.scale: Tensor | None = self.context.parameter(1, dtype=torch.float32) if config.is_scaled else None
+        if config.factor is not None:
+            self.scale = torch.full((1,), config.factor, device=self.context.device)
         shape = ConvolutionShape(num_channels=self.size, num_taps=config.num_taps, is_gated=False, is_linear=True)
         self.convolve = convolution.make(self.context.backend, shape)
 
@@ -64,7 +67,8 @@ class UpdateConvolution(Network):
 
     def rows(self, at: At) -> Iterator[Row]:
         yield from residual_taps(at("conv1d.weight"), self.taps, slice(0, self.size), self.size)
-        if self.scale is not None:
+        if self.config.is_scaled:
+            assert self.scale is not None
             yield at("scale"), whole(self.scale)
 
     def forward(self, update_tD: Any, run: Run, cache: StateCache) -> Tensor:

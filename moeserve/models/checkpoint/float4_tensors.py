@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from moeserve.models.checkpoint.tensors import PlainTensor, ReadRows, StoredTensor
+from moeserve.models.checkpoint.tensors import CheckpointTensor, PlainTensor, ReadRows, StoredTensor
 from moeserve.ops.products.interface import MXFP4_GROUP
 
 # O rows, I columns, G groups of 16 or 32 values in a row, e experts
@@ -54,6 +54,22 @@ def check_mxfp4_scales(stored: StoredTensor, scales: Tensor) -> None:
     """Raise CheckpointError if a scale is NaN, because the output of every token would become NaN."""
     if int(scales.amax()) == E8M0_NAN:
         raise stored.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; download it again")
+
+
+@runtime_checkable
+class Mxfp4Matrices(CheckpointTensor, Protocol):
+    """Matrices [..., O, I] whose codes and scales may be those of MXFP4."""
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """True if they are, and `read_mxfp4` returns them."""
+
+    def read_mxfp4(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return codes [..., O, I / 2] and exponents [..., O, G] of slices of the first dimension, both uint8.
+
+        Raises:
+            CheckpointError: a scale is NaN.
+        """
 
 
 @dataclass(frozen=True)
@@ -109,12 +125,10 @@ class Fp4Tensor:
 
     @property
     def is_mxfp4(self) -> bool:
-        return self.global_scale is None
+        return self.global_scale is None and not self.is_transposed
 
-    def read_mxfp4(self, read_rows: ReadRows) -> tuple[Tensor, Tensor]:
-        """Return the stored codes [O, I / 2] and exponents [O, G] of a matrix in MXFP4, both uint8."""
-        assert self.is_mxfp4
-        codes, scales = (read_rows(part, 0, self.shape[0]).view(torch.uint8) for part in (self.codes, self.scales))
+    def read_mxfp4(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        codes, scales = (read_rows(part, start, stop).view(torch.uint8) for part in (self.codes, self.scales))
         check_mxfp4_scales(self.scales, scales)
         return codes, scales
 

@@ -21,7 +21,8 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights, Weights
 from moeserve.machine import shown_bytes
-from moeserve.models.checkpoint.float4_tensors import Fp4Tensor
+from moeserve.models.checkpoint import gguf_blocks
+from moeserve.models.checkpoint.float4_tensors import Mxfp4Matrices
 from moeserve.models.checkpoint.float8_tensors import ScaledTensor
 from moeserve.models.checkpoint.integer_tensors import GroupedTensor
 from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
@@ -34,7 +35,7 @@ from moeserve.progress import ProgressBar, progress_bar
 logger = logging.getLogger(__name__)
 
 
-PIECE_VALUES = 2 * 1024 * 1024  # values copied at once, but at least one slice of the first dimension
+PIECE_VALUES = 2 * 1024 * 1024
 DUMMY_STD = 0.02
 DUMMY_MXFP4_SCALE = 127 - 7  # random codes have standard deviation 2.9, times 2**-7
 
@@ -96,6 +97,7 @@ def load_weights(
     on_filled: Callable[[Destination], None] = _do_nothing,
     ignore_unused: bool = False,
     show_progress: bool,
+    piece_values: int = PIECE_VALUES,
 ) -> None:
     """Copy every tensor of a checkpoint to its destinations, in the model's dtype.
 
@@ -105,6 +107,7 @@ def load_weights(
     Args:
         on_filled: called with each destination when its memory has been filled.
         ignore_unused: tensors that the model does not read, and that could change its output, are no error.
+        piece_values: values copied at once, but at least one slice of the first dimension.
 
     Raises:
         CheckpointError: tensors are missing or unknown, have a wrong shape or dtype, or contain an encoded NaN.
@@ -113,10 +116,13 @@ def load_weights(
     shards = Shards()
     _check_names(checkpoint, destinations, shards.read_rows, ignore_unused)
     _check_tensors(checkpoint, into)
-    num_bytes = sum(part.nbytes for places in into.values() for place in places for part in place.tensors)
+    num_bytes = sum(_num_bytes(place) for places in into.values() for place in places)
     decoded = [name for name, places in into.items() if _is_decoded(checkpoint.tensors[name], places[0])]
     if decoded:
-        num_kept = sum(places[0].mxfp4_scales is not None for places in into.values())
+        counts = {
+            "mxfp4": sum(places[0].mxfp4_scales is not None for places in into.values()),
+            "types of GGUF": sum(places[0].is_gguf for places in into.values()),
+        }
         is_int4 = "int4" in str(checkpoint.stored_as)
         keeps_int4 = any(place.int4_scales is not None for places in into.values() for place in places)
         logger.warning(
@@ -125,7 +131,7 @@ def load_weights(
             checkpoint.stored_as,
             shown_bytes(checkpoint.stored_bytes),
             len(decoded),
-            f", {num_kept} stay in mxfp4" if num_kept else "",
+            "".join(f", {count} stay in {form}" for form, count in counts.items() if count),
             shown_bytes(num_bytes),
             " (quantization='int4' keeps them in int4 on CPUs)" if is_int4 and not keeps_int4 else "",
         )
@@ -133,7 +139,7 @@ def load_weights(
     with progress_bar("weights", total=num_bytes, is_shown=show_progress) as progress:
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
             for place in into.pop(name):
-                _fill(place, checkpoint.tensors[name], shards.read_rows, progress)
+                _fill(place, checkpoint.tensors[name], shards.read_rows, piece_values, progress)
                 on_filled(place)
 
 
@@ -173,6 +179,11 @@ def _check_names(checkpoint: Checkpoint, destinations: Destinations, read_rows: 
     folder, into = checkpoint.folder, destinations.into
     unused = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
     if missing := checkpoint.shown(into.keys() - checkpoint.names):
+        if all(name.startswith("draft.") for name in into.keys() - checkpoint.names):
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} tensors of the modules for multi-token prediction (MTP) that its "
+                f"config.json counts: {list_names(missing)}. speculative_config with method='ngram' needs no modules"
+            )
         held = f"; it holds {len(unused)} others: {list_names(checkpoint.shown(unused))}" if unused else ""
         raise CheckpointError(
             f"{folder} lacks {len(missing)} tensors that its config.json requires: {list_names(missing)}{held}. "
@@ -200,26 +211,36 @@ def _check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -
                     f"{tensor.shard}: tensor {shown!r} has shape {list(tensor.shape)}, "
                     f"the model needs {list(place.shape)}"
                 )
-            if place.mxfp4_scales is not None and not (isinstance(tensor, Fp4Tensor) and tensor.is_mxfp4):
+            if place.mxfp4_scales is not None and not (isinstance(tensor, Mxfp4Matrices) and tensor.is_mxfp4):
                 raise CheckpointError(
                     f"{tensor.shard}: tensor {shown!r} is not in mxfp4, as config.json says of experts"
                 )
 
 
-def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, progress: ProgressBar) -> None:
+def _num_bytes(place: Destination) -> int:
+    return gguf_blocks.num_bytes(place) if place.is_gguf else sum(part.nbytes for part in place.tensors)
+
+
+def _fill(
+    place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, piece_values: int, progress: ProgressBar
+) -> None:
     memory = place.memory
     if memory.numel() == 0:  # this rank has no part of the tensor
         return
+    if place.is_gguf:
+        gguf_blocks.fill(place, tensor)
+        progress.update(gguf_blocks.num_bytes(place))
+        return
+    first, *others = place.part or (slice(0, place.shape[0]),)
     if place.mxfp4_scales is not None:
-        assert isinstance(tensor, Fp4Tensor)
-        for target, stored in zip(place.tensors, tensor.read_mxfp4(read_rows), strict=True):
+        assert isinstance(tensor, Mxfp4Matrices)
+        for target, stored in zip(place.tensors, tensor.read_mxfp4(read_rows, first.start, first.stop), strict=True):
             target.copy_(stored)
             progress.update(target.nbytes)
         return
-    first, *others = place.part or (slice(0, place.shape[0]),)
     part = (slice(None), *others)
     num_rows = (first.stop - first.start) // len(memory)  # rows of the checkpoint's tensor for one row of memory
-    step = max(1, PIECE_VALUES * len(memory) // memory.numel())
+    step = max(1, piece_values * len(memory) // memory.numel())
     codes_of = place.owner.open if place.owner is not None and place.is_in_blocks else None
     if codes_of is not None:
         step = -(-step // BLOCK) * BLOCK
@@ -252,7 +273,7 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
 
 
 def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:
-    is_kept = place.is_in_blocks or place.int4_scales is not None or place.mxfp4_scales is not None
+    is_kept = place.is_in_blocks or place.int4_scales is not None or place.mxfp4_scales is not None or place.is_gguf
     return tensor.is_encoded and not is_kept
 
 

@@ -13,7 +13,10 @@ from moeserve.models.family import DRAFT, Family, Names
 
 logger = logging.getLogger(__name__)
 
+LAYER = re.compile(r"(?<=\blayers\.)\d{1,9}(?=\.)")
 PLACE = "\0"  # stands for a number, so that equal names of different layers and experts are translated once
+MAX_DIGITS = 10
+AT_PLACE = re.compile(PLACE + r"(\+?)")  # in a translation, a plus behind the number stands for the next one
 
 
 class Translation:
@@ -25,17 +28,22 @@ class Translation:
             num_layers: decoder layers, without those for multi-token prediction.
         """
         self._family = family
-        self._draft = re.compile(rf"(?<=\blayers\.){num_layers}(?=\.)")
+        self._num_layers = num_layers
         self._of_form = functools.cache(self._translate_form)
 
     def __call__(self, name: str) -> str | None:
         """Return the translated name; None: the tensor is not the decoder's."""
-        name = self._draft.sub("draft", name)
-        if "mtp" in name:  # only the first layer for multi-token prediction is used
+        name = LAYER.sub(self._layer, name)
+        if "mtp" in name or ".draft" in name:  # the number of the module is in the translation
             return self._translate_form(name)
         numbers = iter(NUMBER.findall(name))
         form = self._of_form(NUMBER.sub(PLACE, name))
-        return None if form is None else re.sub(PLACE, lambda _: next(numbers), form)
+        return None if form is None else AT_PLACE.sub(lambda found: _number(next(numbers), found[1]), form)
+
+    def _layer(self, match: re.Match[str]) -> str:
+        """Return a layer's number, or for the layers of modules for multi-token prediction: draft0, draft1 ..."""
+        number = int(match[0])
+        return match[0] if number < self._num_layers else f"draft{number - self._num_layers}"
 
     def _translate_form(self, form: str) -> str | None:
         family = self._family
@@ -43,6 +51,10 @@ class Translation:
         if inner.removeprefix("model.").startswith(family.left_out) or inner.startswith(family.left_out):
             return None
         return _applied((*family.names, *DRAFT), inner)
+
+
+def _number(digits: str, plus: str) -> str:
+    return str(int(digits) + 1) if plus and len(digits) < MAX_DIGITS else digits
 
 
 def _applied(names: Names, name: str) -> str:

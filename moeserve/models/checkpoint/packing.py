@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights, Weights
 
-PACKED_STATE_VERSION = 8
+PACKED_STATE_VERSION = 9
 
 
 class Packer:

@@ -30,7 +30,7 @@ from torch import Tensor
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models.checkpoint.model_files import find_model
-from moeserve.models.dense import DenseCheckpoint, DenseConfig, DenseFolder, check_dense
+from moeserve.models.dense import DenseCheckpoint, DenseFolder, DenseSpec, check_dense
 from moeserve.models.gguf.file import GgufFile
 from moeserve.progress import progress_bar
 
@@ -52,6 +52,7 @@ def upcycle(
     seed: int = 0,
     revision: str | None = None,
     download_dir: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     show_progress: bool = True,
 ) -> None:
     """Write a Mixtral checkpoint that gives the same logits as a dense one.
@@ -68,6 +69,7 @@ def upcycle(
         dtype: dtype of the written weights; "auto": that of the dense checkpoint, or float32 for a GGUF file.
         seed: seed of the random routers.
         revision, download_dir: as for `find_model`.
+        max_shard_bytes: bytes of the tensors of a file; a larger tensor gets a file of its own.
 
     Raises:
         SettingsError: an argument is out of range or contradicts another.
@@ -88,7 +90,7 @@ def upcycle(
     try:
         with _all_or_nothing(out) as folder:
             source.write_companions(folder)  # first, so that an error occurs before the long conversion
-            _write_shards(folder, source, recipe, show_progress=show_progress)
+            _write_shards(folder, source, recipe, max_shard_bytes, show_progress=show_progress)
             _write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"writing {out} failed: {error}") from error
@@ -102,7 +104,7 @@ class _Recipe:
     dtype: torch.dtype
     seed: int
 
-    def expert_width(self, config: DenseConfig) -> int:
+    def expert_width(self, config: DenseSpec) -> int:
         """Return the number of neurons per expert. The last experts are padded with zeros if necessary."""
         width = config.intermediate_size
         return width if self.mode == "replicate" else -(-width // self.num_experts)
@@ -178,8 +180,10 @@ def _converted(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return converted
 
 
-def _write_shards(folder: Path, dense: DenseCheckpoint, recipe: _Recipe, *, show_progress: bool) -> None:
-    """Write the tensors and their index, in shards of at most MAX_SHARD_BYTES. A larger tensor gets its own shard."""
+def _write_shards(
+    folder: Path, dense: DenseCheckpoint, recipe: _Recipe, max_shard_bytes: int, *, show_progress: bool
+) -> None:
+    """Write the tensors and their index."""
     shard_of_name: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
     num_waiting_bytes = total_size = 0
@@ -193,7 +197,7 @@ def _write_shards(folder: Path, dense: DenseCheckpoint, recipe: _Recipe, *, show
 
     with progress_bar("upcycle", total=None, is_shown=show_progress) as progress:
         for name, tensor in _mixtral_tensors(dense, recipe):
-            if waiting and num_waiting_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            if waiting and num_waiting_bytes + tensor.nbytes > max_shard_bytes:
                 write_waiting()
                 num_waiting_bytes = 0
             waiting[name] = tensor
@@ -205,7 +209,7 @@ def _write_shards(folder: Path, dense: DenseCheckpoint, recipe: _Recipe, *, show
     _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _mixtral_config(config: DenseConfig, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
+def _mixtral_config(config: DenseSpec, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
     """Return the values of config.json. All versions of transformers read its names of rotary settings and dtype."""
     values = dataclasses.asdict(config)
     del values["dtype"]

@@ -25,6 +25,7 @@ from moeserve.models.config_values import ConfigValues, read_json
 
 MXFP4_PARTS = {"blocks": "_blocks", "scales": "_scales"}
 MXFP8_BLOCK = (1, 32)
+MXFP4_OF_COMPRESSED_TENSORS = "mxfp4 of compressed-tensors"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class WeightFormat:
     encodings: tuple[Encoding, ...] = ()  # a weight has the first encoding whose parts are all stored
     method: str | None = None  # the quant_method of the config; None: weights are not quantised
     is_int4: bool = False  # weights are int4 codes that packed weights can keep
-    is_mxfp4: bool = False  # experts are in MXFP4, as in gpt-oss or DeepSeek-V4
+    is_mxfp4: bool = False  # experts are in MXFP4, as in gpt-oss or DeepSeek-V4, or may be (see `experts.py`)
     is_gguf: bool = False  # weights are in GGUF files instead of safetensors
     keeps_mxfp4: bool = False  # codes and scales of MXFP4 are loaded without decoding
 
@@ -160,7 +161,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
     """Return the format of a quantization_config, or None if it is not supported."""
     match quantization:
         case {"quant_method": "gguf"}:  # a folder that `gguf.checkpoint` wrote
-            return WeightFormat(is_gguf=True, is_int4=True)
+            return WeightFormat(is_gguf=True, is_int4=True, is_mxfp4=quantization.get("expert_dtype") == "fp4")
         case {"quant_method": "mxfp4"}:
             return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)
         # Weights that are quantised are recognised by their scales, so lists of those that are not are not needed.
@@ -217,7 +218,10 @@ def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
         known[key] = known[key].joined(encoding) if key in known else encoding
     # Encodings with more parts come first: NVFP4 has the parts of other encodings and a global scale.
     ordered = sorted(known.values(), key=lambda encoding: -len(encoding.parts))
-    return WeightFormat(tuple(ordered), is_int4=any(each.is_int4 for each in ordered)) if ordered else None
+    if not ordered:
+        return None
+    has_mxfp4 = any(each.words == MXFP4_OF_COMPRESSED_TENSORS for each in ordered)
+    return WeightFormat(tuple(ordered), is_int4=any(each.is_int4 for each in ordered), is_mxfp4=has_mxfp4)
 
 
 def _fp8_or_mxfp4(weight: StoredTensor, scale: StoredTensor, block_size: tuple[int, int]) -> CheckpointTensor:
@@ -346,7 +350,8 @@ def _of_compressed_tensors(group: Mapping[str, Any], format_of_all: Any) -> Enco
             parts = {"codes": "_packed", "global_scale": "_global_scale", "scales": "_scale"}
             return Encoding("nvfp4", _DIVIDED_FP4, parts)
         case {"format": "mxfp4-pack-quantized"}:
-            return Encoding("mxfp4", Fp4Tensor, {"codes": "_packed", "scales": "_scale"}, dtypes=("U8",))
+            parts = {"codes": "_packed", "scales": "_scale"}
+            return Encoding(MXFP4_OF_COMPRESSED_TENSORS, Fp4Tensor, parts, dtypes=("U8",))
     return None
 
 

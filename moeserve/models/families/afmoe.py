@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -19,21 +19,21 @@ from moeserve.models.fields import (
     read_windows,
     rotated_in_windows,
 )
-from moeserve.models.model_config import Block, Layer, ModelConfig
+from moeserve.models.model_config import Block, Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("attention_bias", False)
     for key, only in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
         config.require(key, only)
     num_layers = read_num_layers(config)
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_router_without_groups(
             config, "num_experts", "num_local_experts", scale=config.number("route_scale", 1.0)
         ),
         expert_width=expert_width,
-        shared=SharedExpertsConfig(width=config.integer("num_shared_experts", 1, high=2**10) * expert_width),
+        shared=SharedExpertsSpec(width=config.integer("num_shared_experts", 1, high=2**10) * expert_width),
     )
     rotated = read_attention(config, normalized="head", has_gate=True, gate_name="gate_proj")
     period = config.integer("global_attn_every_n_layers", 4)

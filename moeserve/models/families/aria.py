@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, inside_other_model
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("mlp_bias", False)
     num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_topk")
     width = read_width(config, "intermediate_size")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen"),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen"),
         expert_width=width,
-        shared=SharedExpertsConfig(width=config.integer("moe_num_shared_experts", high=2**10) * width),
+        shared=SharedExpertsSpec(width=config.integer("moe_num_shared_experts", high=2**10) * width),
     )
     has_bias = config.flag("attention_bias", default=False)
     attention = read_attention(config, has_bias=has_bias, has_output_bias=has_bias)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.streams.gated_norm import GatedNormConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.streams.gated_norm import GatedNormSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek_v32 import read_sparse_attention
 from moeserve.models.family import Family
@@ -17,10 +17,10 @@ from moeserve.models.fields import (
     read_shared_experts,
     read_width,
 )
-from moeserve.models.model_config import Block, Layer, ModelConfig
+from moeserve.models.model_config import Block, Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("scoring_func", "sigmoid")
     config.require("rope_interleave", True)
     config.require("layer_types", ["indexed_attention"] * read_num_layers(config))
@@ -30,14 +30,14 @@ def read(config: ConfigValues) -> ModelConfig:
             raise config.wrong("n_group", "must be set if topk_group is")
         grouped = config.replaced(config.values | {"n_group": 1, "topk_group": 1})
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(grouped),
         expert_width=expert_width,
         shared=read_shared_experts(config, expert_width),
     )
     attention = read_sparse_attention(config, indexer_is_interleaved=False)[True]
     mixer = dataclasses.replace(attention, has_query_gate=True)
-    norm = GatedNormConfig(config.integer("gated_norm_rank", high=2**14))
+    norm = GatedNormSpec(config.integer("gated_norm_rank", high=2**14))
     layers = [
         Layer((Block(mixer, norm), Block(each, None if each.moe is None else norm)))
         for each in read_listed_dense(config, moe)

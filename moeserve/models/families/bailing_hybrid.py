@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.linear_attention.attention import LinearAttentionConfig
+from moeserve.layers.latent.attention import LatentAttentionSpec
+from moeserve.layers.linear_attention.attention import LinearAttentionSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.kimi_linear import LAYER_TYPES, read_experts
 from moeserve.models.family import Family
-from moeserve.models.fields import read_listed_dense, read_model, read_num_layers
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.fields import read_listed_dense, read_model, read_num_layers, with_draft_layer
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("attention_bias", False)
     num_layers = read_num_layers(config)
     attention, delta = _read_latent_attention(config), _read_delta_attention(config)
@@ -21,16 +21,18 @@ def read(config: ConfigValues) -> ModelConfig:
     if is_full is None:
         group_size = config.integer("layer_group_size")
         is_full = [number % group_size == 0 for number in range(1, num_layers + 1)]
-    feed_forwards = read_listed_dense(config, read_experts(config))
+    experts = read_experts(config)
+    feed_forwards = read_listed_dense(config, experts)
     layers = [
         Layer.of(attention if full else delta, feed_forward)
         for full, feed_forward in zip(is_full, feed_forwards, strict=True)
     ]
-    return read_model(config, layers, context_key=config.key_of("model_max_length", "max_position_embeddings"))
+    model = read_model(config, layers, context_key=config.key_of("model_max_length", "max_position_embeddings"))
+    return with_draft_layer(model, Layer.of(attention, experts))
 
 
-def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
-    return LatentAttentionConfig(
+def _read_latent_attention(config: ConfigValues) -> LatentAttentionSpec:
+    return LatentAttentionSpec(
         num_heads=config.integer("num_attention_heads", high=2**14),
         query_rank=None,
         latent_size=config.integer("kv_lora_rank", high=2**18),
@@ -43,7 +45,7 @@ def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
     )
 
 
-def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
+def _read_delta_attention(config: ConfigValues) -> LinearAttentionSpec:
     num_heads = config.integer("num_attention_heads", high=2**14)
     head_dim = config.integer("head_dim", high=MAX_HEAD)
     floor = None
@@ -51,7 +53,7 @@ def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
         floor = config.number("kda_lower_bound", -5.0, above=-1e3)
         if floor >= 0:
             raise config.wrong("kda_lower_bound", "must be negative")
-    return LinearAttentionConfig(
+    return LinearAttentionSpec(
         num_heads=num_heads,
         num_key_heads=num_heads,
         key_dim=head_dim,
@@ -68,6 +70,7 @@ BAILING_HYBRID = Family(
     name="Ling 3",
     models="Ling 3.0 Flash",
     architecture="BailingHybridForCausalLM",
+    other_architectures=("BailingMoeV3ForCausalLM",),  # as it is published
     model_type="bailing_hybrid",
     read=read,
     names=(

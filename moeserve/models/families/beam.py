@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.rotary import NO_ROTARY, TemperatureConfig
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.rotary import NO_ROTARY, TemperatureSpec
 from moeserve.layers.streams.residual import NormOfSum, PlainStream
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
@@ -20,12 +20,12 @@ from moeserve.models.fields import (
     read_width,
     read_windows,
 )
-from moeserve.models.model_config import Block, Layer, ModelConfig
+from moeserve.models.model_config import Block, Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config, "num_experts"), expert_width=read_width(config, "moe_intermediate_size")
     )
     windows = read_windows(config, [number % 6 != 0 and number != num_layers for number in range(1, num_layers + 1)])
@@ -45,7 +45,7 @@ def read(config: ConfigValues) -> ModelConfig:
     )
 
 
-def _read_attention(config: ConfigValues, window: int | None) -> AttentionConfig:
+def _read_attention(config: ConfigValues, window: int | None) -> AttentionSpec:
     layer_type, settings = LAYER_TYPES[window is not None], config.rotary_settings().values
     if layer_type not in settings:
         raise config.wrong("rope_parameters", f"must have the settings of {layer_type!r}, or null for it")
@@ -60,7 +60,7 @@ def _read_attention(config: ConfigValues, window: int | None) -> AttentionConfig
     )
     if settings[layer_type] is not None:
         return attention
-    temperature = TemperatureConfig(dim=attention.head_dim, weight=0.1, length=2048, offset=1, is_power=True)
+    temperature = TemperatureSpec(dim=attention.head_dim, weight=0.1, length=2048, offset=1, is_power=True)
     return dataclasses.replace(attention, rotary=NO_ROTARY, temperature=temperature)
 
 

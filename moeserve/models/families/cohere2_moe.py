@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.layers.streams.parallel import ParallelStream
 from moeserve.layers.streams.residual import PlainStream
@@ -21,11 +21,11 @@ from moeserve.models.fields import (
     read_width,
     read_windows,
 )
-from moeserve.models.model_config import Block, Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Block, Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     num_leading = config.integer("first_k_dense_replace", 0, low=0)
     is_sparse = config.flags_of_layers("mlp_layer_types", ("dense", "sparse"), num_layers)
@@ -65,22 +65,22 @@ def _has_window(config: ConfigValues, num_leading: int, num_layers: int) -> list
     ]
 
 
-def _read_experts(config: ConfigValues) -> MoEConfig:
+def _read_experts(config: ConfigValues) -> MoESpec:
     config.require("expert_selection_fn", "softmax", "sigmoid")
     config.require("shared_expert_combination_strategy", "average", "sum")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     width = read_width(config, "intermediate_size")
     num_shared = config.integer("num_shared_experts", 0, low=0, high=2**10)
     is_sigmoid = config.get("expert_selection_fn") == "sigmoid"
-    return MoEConfig(
-        router=RouterConfig(
+    return MoESpec(
+        router=RouterSpec(
             num_experts=num_experts,
             top_k=top_k,
             scoring="sigmoid_of_chosen" if is_sigmoid else "softmax_of_chosen",
             is_normalized=is_sigmoid and config.flag("norm_topk_prob", default=True),
         ),
         expert_width=width,
-        shared=SharedExpertsConfig(width=num_shared * width) if num_shared else None,
+        shared=SharedExpertsSpec(width=num_shared * width) if num_shared else None,
         averages_shared=config.get("shared_expert_combination_strategy") != "sum",
     )
 

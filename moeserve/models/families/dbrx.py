@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.layers.streams.residual import PlainStream
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 USUAL_NAMES = {
     "d_model": "hidden_size",
@@ -23,7 +23,7 @@ NORM_EPSILON = 1e-5  # torch's default
 EXPERTS = {"ffn_hidden_size": 3584, "moe_num_experts": 4, "moe_top_k": 1}  # transformers' defaults
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     empty = config.replaced({})
     attention = config.object("attn_config") or empty
     experts = (config.object("ffn_config") or empty).with_defaults(EXPERTS)
@@ -42,7 +42,7 @@ def read(config: ConfigValues) -> ModelConfig:
     return dataclasses.replace(model, stream=PlainStream(has_layer_norms=True, has_norm_biases=False))
 
 
-def _read_experts(config: ConfigValues) -> MoEConfig:
+def _read_experts(config: ConfigValues) -> MoESpec:
     activation = config.object("ffn_act_fn")
     if activation is not None:
         activation.require("name", "silu")
@@ -50,8 +50,8 @@ def _read_experts(config: ConfigValues) -> MoEConfig:
     if order not in (None, 1):
         raise config.wrong("moe_normalize_expert_weights", "is not supported; supported: 1, null")
     num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_top_k")
-    return MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=order is not None),
+    return MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=order is not None),
         expert_width=read_width(config, "ffn_hidden_size"),
     )
 

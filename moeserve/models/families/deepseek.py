@@ -6,7 +6,7 @@ routes by softmax, V3 by sigmoid with a learned correction that balances the exp
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import WRAPPED, Family
 from moeserve.models.fields import (
@@ -20,15 +20,15 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer_like_the_last,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read_v2(config: ConfigValues) -> ModelConfig:
+def read_v2(config: ConfigValues) -> ModelSpec:
     return _read(config, read_v2_router(config), is_interleaved=True)
 
 
-def read_v2_router(config: ConfigValues) -> RouterConfig:
+def read_v2_router(config: ConfigValues) -> RouterSpec:
     """Read a softmax router with groups of experts, or without them."""
     config.require("scoring_func", "softmax")
     config.require("topk_method", "greedy", "group_limited_greedy")
@@ -36,21 +36,21 @@ def read_v2_router(config: ConfigValues) -> RouterConfig:
     if config.get("topk_method") != "greedy":
         return read_grouped_router(config)
     num_experts, top_k = read_num_experts(config, "n_routed_experts")  # ignores the groups
-    return RouterConfig(num_experts=num_experts, top_k=top_k, scale=config.number("routed_scaling_factor"))
+    return RouterSpec(num_experts=num_experts, top_k=top_k, scale=config.number("routed_scaling_factor"))
 
 
-def read_v3(config: ConfigValues) -> ModelConfig:
+def read_v3(config: ConfigValues) -> ModelSpec:
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
     model = _read(config, read_corrected_router(config), is_interleaved=config.flag("rope_interleave", True))
     return with_draft_layer_like_the_last(model)
 
 
-def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:
+def _read(config: ConfigValues, router: RouterSpec, *, is_interleaved: bool) -> ModelSpec:
     config.refuse("index_topk")  # sparse attention, DeepSeek-V3.2
     attention = read_latent_attention(config, is_interleaved=is_interleaved)
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
+    moe = MoESpec(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
     feed_forwards = read_leading_dense(config, moe)
     layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers)

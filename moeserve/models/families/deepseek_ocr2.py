@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek import read_v2_router
 from moeserve.models.family import Family, inside_other_model
 from moeserve.models.fields import read_attention, read_listed_dense, read_model, read_shared_experts, read_width
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("mlp_bias", False)
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_v2_router(config), expert_width=expert_width, shared=read_shared_experts(config, expert_width)
     )
     has_bias = config.flag("attention_bias", default=False)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.latent.indexer import IndexerConfig
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.latent.attention import LatentAttentionSpec
+from moeserve.layers.latent.indexer import IndexerSpec
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -22,17 +22,17 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 INDEXER_TYPES = ("shared", "full")
 
 
-def read_v32(config: ConfigValues) -> ModelConfig:
+def read_v32(config: ConfigValues) -> ModelSpec:
     config.require("indexer_rope_interleave", False)
     return _read(config, [True] * read_num_layers(config), is_interleaved=False)
 
 
-def read_glm5(config: ConfigValues) -> ModelConfig:
+def read_glm5(config: ConfigValues) -> ModelSpec:
     config.require("indexer_rope_interleave", True)
     return _read(config, layers_with_indexer(config), is_interleaved=True)
 
@@ -58,13 +58,13 @@ def layers_with_indexer(config: ConfigValues) -> list[bool]:
     return has_indexer
 
 
-def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool) -> ModelConfig:
+def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool) -> ModelSpec:
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
     config.require("rope_interleave", True)
     of_layer = read_sparse_attention(config, indexer_is_interleaved=is_interleaved)
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config),
         expert_width=expert_width,
         shared=read_shared_experts(config, expert_width),
@@ -73,14 +73,14 @@ def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool
         Layer.of(of_layer[has], feed_forward)
         for has, feed_forward in zip(has_indexer, read_listed_dense(config, moe), strict=True)
     ]
-    # The MTP layer has an indexer, even if the last decoder layer has none.
+    # The MTP modules have an indexer, even if the last decoder layer has none.
     draft_layer = Layer.of(of_layer[True], layers[-1].networks[-1])
     return with_draft_layer(read_model(config, layers), draft_layer)
 
 
 def read_sparse_attention(
     config: ConfigValues, *, is_interleaved: bool = True, indexer_is_interleaved: bool
-) -> dict[bool, LatentAttentionConfig]:
+) -> dict[bool, LatentAttentionSpec]:
     """Return the attention of layers with an indexer (True), and of those that reuse an earlier layer's selection."""
     attention = read_latent_attention(config, is_interleaved=is_interleaved)
     if attention.query_rank is None:
@@ -88,7 +88,7 @@ def read_sparse_attention(
     key_dim = config.integer("index_head_dim", high=2**14)
     if key_dim < attention.rotary_dim:
         raise config.wrong("index_head_dim", f"is less than qk_rope_head_dim={attention.rotary_dim}")
-    indexer = IndexerConfig(
+    indexer = IndexerSpec(
         num_heads=config.integer("index_n_heads", high=2**14),
         key_dim=key_dim,
         rotary=dataclasses.replace(attention.rotary, is_interleaved=indexer_is_interleaved),

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.compressed.attention import CompressedAttentionConfig, IndexerShape
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import RotaryConfig
+from moeserve.layers.compressed.attention import CompressedAttentionSpec, IndexerShape
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
+from moeserve.layers.rotary import RotarySpec
 from moeserve.layers.streams.hyper_connections import HyperStreams
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import W123, Family
-from moeserve.models.fields import read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.fields import read_model, read_num_experts, read_num_layers, read_width, with_draft_layer
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.rows.activations import CutSwiGLU
 
 WINDOW, SPARSE, DENSE = LAYER_TYPES = (
@@ -27,7 +27,7 @@ MAX_HEAD = 2**14
 MAX_STREAMS = 8  # maximum number of streams that the kernels support
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("num_key_value_heads", 1)
     config.require("attention_bias", False)
     config.require("mlp_bias", False)
@@ -45,7 +45,17 @@ def read(config: ConfigValues) -> ModelConfig:
         num_iterations=config.integer("hc_sinkhorn_iters", 20, high=1000),
         epsilon=config.number("hc_eps", 1e-6),
     )
-    return dataclasses.replace(read_model(config, layers), stream=streams)
+    model = dataclasses.replace(read_model(config, layers), stream=streams)
+    if set(_types_of_modules(config, num_layers)) - {WINDOW}:
+        return model  # no published model has modules with entries
+    return with_draft_layer(model, Layer.of(attentions[WINDOW], moe), stream=streams, reads_normed=False)
+
+
+def _types_of_modules(config: ConfigValues, num_layers: int) -> list[str]:
+    """Return the types of attention of MTP modules, which published lists have behind those of the layers."""
+    ratios = config.values.get("compress_ratios")
+    listed = ratios[num_layers:] if isinstance(ratios, list) else []
+    return [TYPE_OF_RATIO.get(ratio, SPARSE) for ratio in listed]
 
 
 def _read_types(config: ConfigValues, num_layers: int) -> list[str]:
@@ -71,13 +81,13 @@ def _read_tables(config: ConfigValues, num_layers: int) -> list[bool]:
     return [number < num_first for number in range(num_layers)]
 
 
-def _read_attention(config: ConfigValues, layer_type: str) -> CompressedAttentionConfig:
+def _read_attention(config: ConfigValues, layer_type: str) -> CompressedAttentionSpec:
     num_heads = config.integer("num_attention_heads", high=MAX_HEAD)
     num_groups = config.integer("o_groups", high=MAX_HEAD)
     if num_heads % num_groups:
         raise config.wrong("o_groups", f"must divide num_attention_heads={num_heads}")
     head_dim = config.integer("head_dim", high=MAX_HEAD)
-    attention = CompressedAttentionConfig(
+    attention = CompressedAttentionSpec(
         num_heads=num_heads,
         head_dim=head_dim,
         query_rank=config.integer("q_lora_rank", high=2**18),
@@ -109,7 +119,7 @@ def _read_ratio(config: ConfigValues, layer_type: str) -> int:
     return ConfigValues(config.path, rates, "compress_rates.").integer(layer_type, default)
 
 
-def _read_rotary(config: ConfigValues, head_dim: int, *, is_scaled: bool) -> RotaryConfig:
+def _read_rotary(config: ConfigValues, head_dim: int, *, is_scaled: bool) -> RotarySpec:
     """Read the rotary embedding of layers with entries, or of layers without, whose frequencies are never scaled."""
     own = config.of_layer_type("compress" if is_scaled else "main")
     if own is config:  # published configs: one scaling, and a base for each
@@ -125,15 +135,15 @@ def _read_rotary(config: ConfigValues, head_dim: int, *, is_scaled: bool) -> Rot
     return own.rotary(dim, head_dim_key="qk_rope_head_dim", is_interleaved=True)
 
 
-def _read_experts(config: ConfigValues) -> MoEConfig:
+def _read_experts(config: ConfigValues) -> MoESpec:
     config.require("scoring_func", "sqrtsoftplus")
     config.require("norm_topk_prob", True)
     num_experts, top_k = read_num_experts(config, "n_routed_experts", "num_local_experts")
     width = read_width(config, "moe_intermediate_size")
     activation = CutSwiGLU(config.number("swiglu_limit", 10.0))
     config.require("n_shared_experts", 1)
-    return MoEConfig(
-        router=RouterConfig(
+    return MoESpec(
+        router=RouterSpec(
             num_experts=num_experts,
             top_k=top_k,
             scoring="sqrt_softplus",
@@ -143,7 +153,7 @@ def _read_experts(config: ConfigValues) -> MoEConfig:
         ),
         expert_width=width,
         activation=activation,
-        shared=SharedExpertsConfig(width=width, activation=activation),
+        shared=SharedExpertsSpec(width=width, activation=activation),
     )
 
 
@@ -154,8 +164,12 @@ DEEPSEEK_V4 = Family(
     architecture="DeepseekV4ForCausalLM",
     model_type="deepseek_v4",
     read=read,
-    left_out=("mtp.",),
     names=(
+        (r"^mtp\.(\d+)\.e_proj\.", r"draft.\1.embedding_projection."),
+        (r"^mtp\.(\d+)\.h_proj\.", r"draft.\1.hidden_projection."),
+        (r"^mtp\.(\d+)\.hc_head_", r"draft.\1.norm.hc_"),
+        (r"^mtp\.(\d+)\.(?=(?:emb|head)\.)", r"draft.\1.copy."),
+        (r"^mtp\.", "draft."),
         (r"^layers\.", "model.layers."),
         (r"^embed\.", "model.embed_tokens."),
         (r"^norm\.", "model.norm."),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.latent.attention import LatentAttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek_v32 import read_sparse_attention
 from moeserve.models.family import Family, inside_other_model
@@ -19,7 +20,7 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import DraftSpec, Layer, ModelSpec
 
 SPARSE, FULL, WINDOW = LAYER_TYPES = ("indexed_attention", "full_attention", "sliding_attention")
 # Sizes of layers with windows, which published configs have under these names with a prefix
@@ -27,15 +28,21 @@ SIZES = dict(num_attention_heads=64, q_lora_rank=1024, kv_lora_rank=1024, head_d
 SIZES |= dict(v_head_dim=128)
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     width = read_width(config, config.key_of("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"))
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config),
         expert_width=read_width(config, "moe_intermediate_size"),
-        shared=SharedExpertsConfig(width=width * config.integer("n_shared_experts", high=2**10)),
+        shared=SharedExpertsSpec(width=width * config.integer("n_shared_experts", high=2**10)),
     )
-    mixers = [_read_attention(config, index, name) for index, name in enumerate(_read_types(config))]
-    return read_model(config, [Layer.of(*pair) for pair in zip(mixers, read_listed_dense(config, moe), strict=True)])
+    types = _read_types(config)
+    mixers = [_read_attention(config, index, name) for index, name in enumerate(types)]
+    model = read_model(config, [Layer.of(*pair) for pair in zip(mixers, read_listed_dense(config, moe), strict=True)])
+    if WINDOW not in types:
+        return model
+    # The config does not count the module for multi-token prediction, which has a window and no experts.
+    layer = Layer.of(mixers[types.index(WINDOW)], DenseSpec(width=read_width(config, "intermediate_size")))
+    return dataclasses.replace(model, draft=DraftSpec(layers=(layer,), has_embeddings=True))
 
 
 def _read_types(config: ConfigValues) -> list[str]:
@@ -51,7 +58,7 @@ def _read_types(config: ConfigValues) -> list[str]:
     return [name if name == WINDOW else dense for name in types]
 
 
-def _read_attention(config: ConfigValues, index: int, layer_type: str) -> LatentAttentionConfig:
+def _read_attention(config: ConfigValues, index: int, layer_type: str) -> LatentAttentionSpec:
     own, values = config.object("per_layer_config"), {}
     if own is not None:  # as transformers 5 writes it: values that differ from those of the model
         found = own.object(str(index))
@@ -91,6 +98,7 @@ DOTS3_NOTE = inside_other_model(
         other_architectures=("Dots3NoteForCausalLM",),
         model_type="dots3_note_text",
         read=read,
-        left_out=("model.mtp.", "audio_encoder.", "audio_adapter."),
+        left_out=("audio_encoder.", "audio_adapter."),
+        names=((r"^model\.mtp\.embed_tokens\.", "draft.0.embedding."), (r"^model\.mtp\.", "draft.0.copy.")),
     )
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -18,27 +16,26 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     moe = read_experts(config, read_width(config, "moe_intermediate_size"))
     attention = read_attention(config, is_interleaved=True)
     layers = [Layer.of(attention, feed_forward) for feed_forward in feed_forwards_of(config, moe, _read_dense(config))]
-    dense = DenseConfig(width=read_width(config, "intermediate_size"))
-    model = dataclasses.replace(read_model(config, layers), draft_shares_norm=True)
-    return with_draft_layer(model, Layer.of(attention, dense))
+    dense = DenseSpec(width=read_width(config, "intermediate_size"))
+    return with_draft_layer(read_model(config, layers), Layer.of(attention, dense), shares_norm=True)
 
 
-def read_experts(config: ConfigValues, width: int) -> MoEConfig:
+def read_experts(config: ConfigValues, width: int) -> MoESpec:
     config.require("use_bias", False)
     num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_k")
     num_shared = config.integer("moe_num_shared_experts", low=0, high=2**10)
-    return MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True, has_correction=True),
+    return MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=True, has_correction=True),
         expert_width=width,
-        shared=SharedExpertsConfig(width=num_shared * width) if num_shared else None,
+        shared=SharedExpertsSpec(width=num_shared * width) if num_shared else None,
     )
 
 
@@ -60,10 +57,10 @@ ERNIE4_5_MOE = Family(
     read=read,
     names=(
         (r"\.mlp\.(?:gate\.)?moe_statics\.", ".mlp.gate."),
-        (r"^model\.mtp_block\.0\.", "draft.layer."),
-        (r"^model\.mtp_emb_norm\.0\.", "draft.embedding_norm."),
-        (r"^model\.mtp_hidden_norm\.0\.", "draft.hidden_norm."),
-        (r"^model\.mtp_linear_proj\.0\.", "draft.projection."),
-        (r"^model\.mtp_", "draft.copy."),
+        (r"^model\.mtp_block\.(\d+)\.", r"draft.\1.layer."),
+        (r"^model\.mtp_emb_norm\.(\d+)\.", r"draft.\1.embedding_norm."),
+        (r"^model\.mtp_hidden_norm\.(\d+)\.", r"draft.\1.hidden_norm."),
+        (r"^model\.mtp_linear_proj\.(\d+)\.", r"draft.\1.projection."),
+        (r"^model\.mtp_", "draft.0.copy."),
     ),
 )

@@ -8,12 +8,12 @@ from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.ernie4_5_moe import read_experts
 from moeserve.models.family import Family, inside_other_model
 from moeserve.models.fields import read_attention, read_listed_dense, read_model
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 WIDTHS = "moe_intermediate_size"  # of the experts for text and of those for images
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     widths = config.get(WIDTHS) or [1536, 512]
     is_list = isinstance(widths, list) and all(type(width) is int and 0 < width <= 2**20 for width in widths)
     if not is_list or len(widths) != 2:

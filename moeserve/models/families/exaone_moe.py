@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family
+from moeserve.models.family import ONE_MODULE, Family
 from moeserve.models.fields import (
     read_attention,
     read_corrected_router,
     read_listed_dense,
     read_model,
+    read_module_window,
     read_num_layers,
     read_width,
     read_windows,
+    with_draft_layer,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     expert_width = read_width(config, "moe_intermediate_size")
     num_shared = config.integer("num_shared_experts", 1, high=2**10)
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config, "num_experts"),
         expert_width=expert_width,
-        shared=SharedExpertsConfig(width=num_shared * expert_width),
+        shared=SharedExpertsSpec(width=num_shared * expert_width),
     )
     rotated = read_attention(config, normalized="head", default_fraction=1.0)
     windows = _read_windows(config)
@@ -37,7 +40,13 @@ def read(config: ConfigValues) -> ModelConfig:
         Layer.of(full if window is None else dataclasses.replace(rotated, window=window), feed_forward)
         for window, feed_forward in zip(windows, read_listed_dense(config, moe), strict=True)
     ]
-    return read_model(config, layers)
+    model = read_model(config, layers)
+    if not model.num_skipped_layers:
+        return model
+    window = read_module_window(config, default=windows[0] is not None)
+    attention = full if window is None else dataclasses.replace(rotated, window=window)
+    dense = DenseSpec(width=read_width(config, "intermediate_size"))
+    return with_draft_layer(model, Layer.of(attention, dense), count=1)
 
 
 def _read_windows(config: ConfigValues) -> list[int | None]:
@@ -58,8 +67,8 @@ EXAONE_MOE = Family(
     name="K-EXAONE",
     models="K-EXAONE-236B-A23B",
     architecture="ExaoneMoeForCausalLM",
+    other_architectures=("ExaoneMoEForCausalLM",),  # as it is published
     model_type="exaone_moe",
     read=read,
-    left_out=("mtp",),
-    names=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),),
+    names=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"), *ONE_MODULE),
 )

@@ -7,10 +7,10 @@ import dataclasses
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families import olmoe
 from moeserve.models.family import Family
-from moeserve.models.model_config import Block, Layer, ModelConfig
+from moeserve.models.model_config import Block, Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.refuse("clip_qkv")
     model = olmoe.read(config)
     layers = (

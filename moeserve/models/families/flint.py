@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -16,19 +16,19 @@ from moeserve.models.fields import (
     read_windows,
     rotated_in_windows,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     config.require("decoder_sparse_step", 1)
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     is_normalized = config.flag("norm_topk_prob", default=True)
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="sigmoid", is_normalized=is_normalized),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, scoring="sigmoid", is_normalized=is_normalized),
         expert_width=read_width(config, "moe_intermediate_size"),
-        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size")),
+        shared=SharedExpertsSpec(width=read_width(config, "shared_expert_intermediate_size")),
     )
     has_bias = config.flag("attention_bias", default=False)
     rotated = read_attention(config, normalized="head", has_sinks=True, has_bias=has_bias, has_output_bias=has_bias)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.moe.beside import BesideConfig
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.moe.beside import BesideSpec
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -20,12 +20,12 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Block, Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Block, Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.rows.activations import GeGLU
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("enable_moe_block", True)
     config.require("hidden_activation", "gelu_pytorch_tanh")
     config.require("attention_bias", False)
@@ -34,18 +34,18 @@ def read(config: ConfigValues) -> ModelConfig:
     # Bidirectional attention is only for images, which are not supported.
     config.require("use_bidirectional_attention", "vision")
     num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="top_k_experts")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True, has_factors=True),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=True, has_factors=True),
         expert_width=read_width(config, "moe_intermediate_size"),
         activation=GeGLU(),
     )
-    dense = DenseConfig(width=read_width(config, "intermediate_size"), activation=GeGLU())
+    dense = DenseSpec(width=read_width(config, "intermediate_size"), activation=GeGLU())
     num_layers = read_num_layers(config)
     is_windowed = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if is_windowed is None:
         is_windowed = [(index + 1) % 6 != 0 for index in range(num_layers)]
     is_windowed[-1] = False  # whatever the config says, as in transformers
-    beside = Block(BesideConfig(dense=dense, experts=moe), is_normed=True, is_scaled=True)
+    beside = Block(BesideSpec(dense=dense, experts=moe), is_normed=True, is_scaled=True)
     layers = [
         Layer((Block(_read_attention(config, index, windowed), is_normed=True), beside))
         for index, windowed in enumerate(is_windowed)
@@ -58,7 +58,7 @@ def read(config: ConfigValues) -> ModelConfig:
     )
 
 
-def _read_attention(config: ConfigValues, index: int, is_windowed: bool) -> AttentionConfig:
+def _read_attention(config: ConfigValues, index: int, is_windowed: bool) -> AttentionSpec:
     shares_values = config.flag("attention_k_eq_v", default=False)
     values: dict[str, Any] = config.of_layer_type(LAYER_TYPES[is_windowed]).values
     if not is_windowed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -14,15 +14,15 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer_like_the_last,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("topk_method", "noaux_tc")
     config.require("partial_rotary_factor", 1.0)
     attention = read_latent_attention(config, is_interleaved=config.flag("rope_interleave", True))
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config),
         expert_width=expert_width,
         shared=read_shared_experts(config, expert_width),

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.latent.indexer import IndexerConfig
-from moeserve.layers.linear_attention.attention import LinearAttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.latent.attention import LatentAttentionSpec
+from moeserve.layers.latent.indexer import IndexerSpec
+from moeserve.layers.linear_attention.attention import LinearAttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.layers.rotary import NO_ROTATED_PART
 from moeserve.layers.streams.hyper_connections import HyperStreams
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek_v4 import MAX_STREAMS
 from moeserve.models.families.deepseek_v32 import layers_with_indexer
 from moeserve.models.family import Family, inside_other_model
-from moeserve.models.fields import feed_forwards_of, read_corrected_router, read_model, read_num_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.fields import (
+    feed_forwards_of,
+    read_corrected_router,
+    read_model,
+    read_num_layers,
+    read_width,
+    with_draft_layer,
+)
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 from moeserve.ops.rows.activations import CutSwiGLU
@@ -30,17 +37,17 @@ LINEAR_KEYS = {
 }
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     config.require("attention_bias", False)
     width = read_width(config, "moe_intermediate_size")
     activation = CutSwiGLU(config.number("swiglu_limit"))
     shared_width = config.integer("n_shared_experts", high=2**10) * width
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config),
         expert_width=width,
         activation=activation,
-        shared=SharedExpertsConfig(width=shared_width, activation=activation),
+        shared=SharedExpertsSpec(width=shared_width, activation=activation),
     )
     is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
     is_dense = [index < 3 for index in range(num_layers)] if is_dense is None else is_dense
@@ -55,10 +62,11 @@ def read(config: ConfigValues) -> ModelConfig:
         epsilon=config.number("hc_eps"),
         ends_in_mean=True,
     )
-    return dataclasses.replace(read_model(config, layers), stream=stream)
+    model = dataclasses.replace(read_model(config, layers), stream=stream)
+    return with_draft_layer(model, Layer.of(_read_latent_attention(config), moe))  # on one stream
 
 
-def _read_mixers(config: ConfigValues, num_layers: int) -> list[LinearAttentionConfig | LatentAttentionConfig]:
+def _read_mixers(config: ConfigValues, num_layers: int) -> list[LinearAttentionSpec | LatentAttentionSpec]:
     delta, latent = _read_delta_attention(config), _read_latent_attention(config)
     types = config.values.get("layer_types")
     if isinstance(types, list):  # published configs have the former name of the second type
@@ -79,7 +87,7 @@ def _read_mixers(config: ConfigValues, num_layers: int) -> list[LinearAttentionC
     ]
 
 
-def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
+def _read_delta_attention(config: ConfigValues) -> LinearAttentionSpec:
     nested = config.object("linear_attn_config")  # transformers writes the same values at the top level
     if nested is not None:
         found = {LINEAR_KEYS[key]: value for key, value in nested.values.items() if key in LINEAR_KEYS}
@@ -92,7 +100,7 @@ def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
         raise config.wrong("linear_lower_bound", "must be negative")
     num_heads = config.integer("linear_num_heads", high=2**14)
     head_dim = config.integer("linear_head_dim", high=MAX_HEAD)
-    return LinearAttentionConfig(
+    return LinearAttentionSpec(
         num_heads=num_heads,
         num_key_heads=num_heads,
         key_dim=head_dim,
@@ -106,7 +114,7 @@ def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
     )
 
 
-def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
+def _read_latent_attention(config: ConfigValues) -> LatentAttentionSpec:
     num_heads = config.integer("num_attention_heads", high=2**14)
     config.require("num_key_value_heads", num_heads)
     config.require("qk_rope_head_dim", 0)
@@ -116,7 +124,7 @@ def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
     if top_k % tokens_per_key:
         raise config.wrong("index_topk", f"must be a multiple of index_kpool={tokens_per_key}")
     epsilon = config.number("rms_norm_eps")
-    return LatentAttentionConfig(
+    return LatentAttentionSpec(
         num_heads=num_heads,
         query_rank=config.integer("q_lora_rank", high=2**18),
         latent_size=config.integer("kv_lora_rank", high=2**18),
@@ -126,7 +134,7 @@ def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
         query_norm_epsilon=epsilon,
         latent_norm_epsilon=epsilon,
         top_k=top_k,
-        indexer=IndexerConfig(
+        indexer=IndexerSpec(
             num_heads=config.integer("index_n_heads", high=2**14),
             key_dim=config.integer("index_head_dim", high=2**14),
             rotary=None,
@@ -142,7 +150,6 @@ GLM5_NEXT = inside_other_model(
         architecture="Glm5NextForConditionalGeneration",
         model_type="glm5_next_text",
         read=read,
-        left_out=("layers.draft.",),  # multi-token prediction
         names=(
             (r"\.(?:hc_attn_|attn_hc\.)", ".input_layernorm.hc_"),
             (r"\.(?:hc_ffn_|ffn_hc\.)", ".post_attention_layernorm.hc_"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -15,16 +15,16 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.rows.activations import ClampedSwiGLU
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen", has_bias=True),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen", has_bias=True),
         expert_width=read_width(config, "intermediate_size"),
         activation=ClampedSwiGLU(alpha=config.number("swiglu_alpha", 1.702), limit=config.number("swiglu_limit", 7.0)),
         has_expert_bias=True,

@@ -5,29 +5,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     return _read(config, None)
 
 
-def read_with_shared(config: ConfigValues, **settings: Any) -> ModelConfig:
-    """Read Granite with shared experts. `settings` are fields of its AttentionConfig."""
+def read_with_shared(config: ConfigValues, **settings: Any) -> ModelSpec:
+    """Read Granite with shared experts. `settings` are fields of its AttentionSpec."""
     width = config.integer("shared_intermediate_size", 0, low=0, high=2**20)
-    return _read(config, SharedExpertsConfig(width=width) if width else None, **settings)
+    return _read(config, SharedExpertsSpec(width=width) if width else None, **settings)
 
 
-def _read(config: ConfigValues, shared: SharedExpertsConfig | None, **settings: Any) -> ModelConfig:
+def _read(config: ConfigValues, shared: SharedExpertsSpec | None, **settings: Any) -> ModelSpec:
     num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen"),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen"),
         expert_width=read_width(config, "intermediate_size"),
         shared=shared,
     )

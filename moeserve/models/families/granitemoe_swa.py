@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.rotary import NO_ROTARY, RotaryConfig
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.rotary import NO_ROTARY, RotarySpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.granitemoe import NAMES, read_with_shared
 from moeserve.models.family import Family
 from moeserve.models.fields import read_windows
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     model = read_with_shared(config, has_sinks=True)
     windows = read_windows(config, default=[index % 4 != 0 for index in range(len(model.layers))])
     layers = []
     for number, (layer, window) in enumerate(zip(model.layers, windows, strict=True)):
         attention, moe = layer.networks
-        assert isinstance(attention, AttentionConfig)
+        assert isinstance(attention, AttentionSpec)
         rotary = _rotary_of_layer(config, attention.rotary, number, len(windows))
         layers.append(Layer.of(dataclasses.replace(attention, window=window, rotary=rotary), moe))
     return dataclasses.replace(model, layers=tuple(layers))
 
 
-def _rotary_of_layer(config: ConfigValues, of_model: RotaryConfig, number: int, num_layers: int) -> RotaryConfig:
+def _rotary_of_layer(config: ConfigValues, of_model: RotarySpec, number: int, num_layers: int) -> RotarySpec:
     """Return the rotary embedding of a layer: that of the model unless each layer has a theta, 0 for none."""
     thetas = config.get("layer_rope_theta")
     if thetas is None:

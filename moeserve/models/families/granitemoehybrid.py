@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.linear_attention.attention import LinearAttentionConfig
+from moeserve.layers.linear_attention.attention import LinearAttentionSpec
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.granitemoe import NAMES, read_with_shared
 from moeserve.models.family import Family
 from moeserve.models.fields import read_hidden_size, read_step_limit
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 
@@ -18,11 +18,13 @@ LAYER_TYPES = ("mamba", "attention")
 OTHER_LAYER_TYPES = ("linear_attention", "full_attention")  # the names that transformers writes
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("position_embedding_type", "nope", "rope")
     is_rotated = config.values.get("position_embedding_type") == "rope"
     model = read_with_shared(config, **({} if is_rotated else dict(rotary=NO_ROTARY)))
-    types = OTHER_LAYER_TYPES if set(config.values.get("layer_types") or ()) & set(OTHER_LAYER_TYPES) else LAYER_TYPES
+    listed = config.values.get("layer_types")
+    has_other_names = isinstance(listed, list) and any(name in listed for name in OTHER_LAYER_TYPES)
+    types = OTHER_LAYER_TYPES if has_other_names else LAYER_TYPES
     has_attention = config.flags_of_layers("layer_types", types, len(model.layers))
     if has_attention is None:
         raise config.missing("layer_types")
@@ -34,7 +36,7 @@ def read(config: ConfigValues) -> ModelConfig:
     return dataclasses.replace(model, layers=tuple(layers))
 
 
-def _read_mamba(config: ConfigValues) -> LinearAttentionConfig:
+def _read_mamba(config: ConfigValues) -> LinearAttentionSpec:
     config.require("mamba_proj_bias", False)
     read_step_limit(config)
     num_heads = config.integer("mamba_n_heads", high=2**14)
@@ -46,7 +48,7 @@ def _read_mamba(config: ConfigValues) -> LinearAttentionConfig:
     value_dim = config.integer("mamba_d_head", high=MAX_HEAD) if is_given else width // num_heads
     if num_heads * value_dim != width:
         raise config.wrong("mamba_d_head", f"times mamba_n_heads={num_heads} must be mamba_expand times hidden_size")
-    return LinearAttentionConfig(
+    return LinearAttentionSpec(
         num_heads=num_heads,
         num_key_heads=num_groups,
         key_dim=config.integer("mamba_d_state", high=MAX_HEAD),

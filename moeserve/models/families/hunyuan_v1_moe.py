@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NtkScaling, RotaryConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
+from moeserve.layers.rotary import NtkScaling, RotarySpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")  # one number, or a list by layer
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config = _with_one_number_for_all_layers(config)
     config.require("use_qk_norm", True)
     config.require("use_cla", False)  # keys and values shared by layers
@@ -24,10 +24,10 @@ def read(config: ConfigValues) -> ModelConfig:
     num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="moe_topk")
     width = read_width(config, "intermediate_size")
     config.require("moe_intermediate_size", width)
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=True),
         expert_width=width,
-        shared=SharedExpertsConfig(width=width),
+        shared=SharedExpertsSpec(width=width),
     )
     has_bias = config.flag("attention_bias", default=False)
     attention = read_attention(
@@ -53,7 +53,7 @@ def _with_one_number_for_all_layers(config: ConfigValues) -> ConfigValues:
     return config.replaced(values)
 
 
-def _read_rotary(config: ConfigValues) -> RotaryConfig:
+def _read_rotary(config: ConfigValues) -> RotarySpec:
     """Return the rotary settings. An `alpha` in them is published as rope_type "dynamic"."""
     settings, head_dim = config.rotary_settings(), config.integer("head_dim", high=2**14)
     if settings.values["rope_type"] != "dynamic":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -14,21 +14,21 @@ from moeserve.models.fields import (
     read_width,
     with_draft_layer,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("mlp_bias", False)
     config.require("qk_norm", True)
     config.require("route_norm", True)
     config.require("moe_router_enable_expert_bias", True)
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_router_without_groups(
             config, "num_experts", "num_local_experts", scale=config.number("router_scaling_factor")
         ),
         expert_width=expert_width,
-        shared=SharedExpertsConfig(width=config.integer("num_shared_experts", high=2**10) * expert_width),
+        shared=SharedExpertsSpec(width=config.integer("num_shared_experts", high=2**10) * expert_width),
     )
     has_bias = config.flag("attention_bias", default=False)
     attention = read_attention(config, normalized="head", has_bias=has_bias, has_output_bias=has_bias)
@@ -45,6 +45,5 @@ HY_V3 = Family(
         (r"\.mlp\.router\.gate\.", ".mlp.gate."),
         (r"\.mlp\.(?:expert_bias|e_score_correction_bias)$", ".mlp.gate.e_score_correction_bias"),
         (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
-        (r"^model\.layers\.draft\.final_layernorm\.", "draft.norm."),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.layers.streams.hyper_connections import HyperStreams
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek_v4 import MAX_STREAMS
@@ -17,12 +17,13 @@ from moeserve.models.fields import (
     read_num_layers,
     read_shared_experts,
     read_width,
+    with_draft_layer,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.rows.activations import CutSwiGLU
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     config.require("layer_types", ["indexed_attention"] * num_layers)
     has_indexer = config.flags_of_layers("indexer_types", INDEXER_TYPES, num_layers)
@@ -36,7 +37,7 @@ def read(config: ConfigValues) -> ModelConfig:
             indexer = dataclasses.replace(indexer, rotates_last=True, norm_epsilon=config.number("rms_norm_eps"))
         of_layer[has] = dataclasses.replace(attention, indexer=indexer, has_sinks=True, gate_name="gate_proj")
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config),
         expert_width=expert_width,
         activation=CutSwiGLU(config.number("swiglu_limit")),
@@ -53,7 +54,8 @@ def read(config: ConfigValues) -> ModelConfig:
         output_factor=config.number("hc_magnitude"),
         output_epsilon=epsilon,
     )
-    return dataclasses.replace(read_model(config, layers), stream=streams)
+    model = dataclasses.replace(read_model(config, layers), stream=streams)
+    return with_draft_layer(model, Layer.of(of_layer[True], moe))  # on one stream
 
 
 HY_V4 = Family(
@@ -61,8 +63,8 @@ HY_V4 = Family(
     architecture="HYV4ForCausalLM",
     model_type="hy_v4",
     read=read,
-    left_out=("model.mtp_layers.",),
     names=(
+        (r"^model\.mtp_layers\.", "draft."),
         (r"\.hc_pre\.", "."),
         (r"\.(?:hc_attn_layer\.hc_|attn_hc\.)", ".input_layernorm.hc_"),
         (r"\.(?:hc_mlp_layer\.hc_|ffn_hc\.)", ".post_attention_layernorm.hc_"),

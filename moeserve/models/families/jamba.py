@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.layers.mamba1.mixer import MambaConfig
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.mamba1.mixer import MambaSpec
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.layers.rotary import NO_ROTARY
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
@@ -16,19 +16,19 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.selective_scan.reference import MAX_STATE
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("mamba_inner_layernorms", True)
     config.require("mamba_proj_bias", False)
     config.refuse("sliding_window")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=False),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=False),
         expert_width=read_width(config, "intermediate_size"),
     )
     has_experts, has_attention = _read_pattern(config, "expert"), _read_pattern(config, "attn")
@@ -50,10 +50,10 @@ def _read_pattern(config: ConfigValues, part: str) -> list[bool]:
     return [index % period == offset for index in range(read_num_layers(config))]
 
 
-def _read_mamba(config: ConfigValues) -> MambaConfig:
+def _read_mamba(config: ConfigValues) -> MambaSpec:
     hidden_size = read_hidden_size(config)
     has_own_rank = config.get("mamba_dt_rank") != "auto"
-    return MambaConfig(
+    return MambaSpec(
         num_channels=config.integer("mamba_expand", high=2**6) * hidden_size,
         state_size=config.integer("mamba_d_state", high=MAX_STATE),
         rank=config.integer("mamba_dt_rank", high=2**18) if has_own_rank else -(-hidden_size // 16),

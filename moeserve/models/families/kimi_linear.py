@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.linear_attention.attention import LinearAttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NoScaling, RotaryConfig
+from moeserve.layers.latent.attention import LatentAttentionSpec
+from moeserve.layers.linear_attention.attention import LinearAttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
+from moeserve.layers.rotary import NoScaling, RotarySpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import BLOCK_SPARSE, Family
 from moeserve.models.fields import (
@@ -17,15 +17,15 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("mla_use_nope", True)
     config.require("moe_router_activation_func", "sigmoid")
     config.require("attention_bias", False)
@@ -38,7 +38,7 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, layers, context_key=config.key_of("model_max_length", "max_position_embeddings"))
 
 
-def read_experts(config: ConfigValues) -> MoEConfig:
+def read_experts(config: ConfigValues) -> MoESpec:
     """Read the experts. Their counts have other names than in DeepSeek's configs."""
     num_experts, top_k = read_num_experts(
         config,
@@ -51,8 +51,8 @@ def read_experts(config: ConfigValues) -> MoEConfig:
     )
     expert_width = read_width(config, "moe_intermediate_size")
     num_shared = config.integer(config.key_of("num_shared_experts", "n_shared_experts"), low=0, high=2**10)
-    return MoEConfig(
-        router=RouterConfig(
+    return MoESpec(
+        router=RouterSpec(
             num_experts=num_experts,
             top_k=top_k,
             scoring="sigmoid",
@@ -64,29 +64,29 @@ def read_experts(config: ConfigValues) -> MoEConfig:
             has_correction=True,
         ),
         expert_width=expert_width,
-        shared=SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None,
+        shared=SharedExpertsSpec(width=num_shared * expert_width) if num_shared else None,
     )
 
 
-def _read_latent_attention(config: ConfigValues) -> LatentAttentionConfig:
-    return LatentAttentionConfig(
+def _read_latent_attention(config: ConfigValues) -> LatentAttentionSpec:
+    return LatentAttentionSpec(
         num_heads=config.integer("num_attention_heads", high=2**14),
         query_rank=config.optional_integer("q_lora_rank", high=2**18),
         latent_size=config.integer("kv_lora_rank", high=2**18),
         key_dim=config.integer("qk_nope_head_dim", high=2**14),
         # The part of the keys that all heads share is not rotated.
-        rotary=RotaryConfig(dim=config.integer("qk_rope_head_dim", high=2**14), theta=2.0, scaling=NoScaling()),
+        rotary=RotarySpec(dim=config.integer("qk_rope_head_dim", high=2**14), theta=2.0, scaling=NoScaling()),
         value_dim=config.integer("v_head_dim", high=2**14),
     )
 
 
-def _read_delta_attention(config: ConfigValues) -> LinearAttentionConfig:
+def _read_delta_attention(config: ConfigValues) -> LinearAttentionSpec:
     nested = config.object("linear_attn_config")  # transformers writes the same values at the top level
     source, prefix = (config, "linear_") if nested is None else (nested, "")
     taps = "linear_conv_kernel_dim" if nested is None else "short_conv_kernel_size"
     num_heads = source.integer(f"{prefix}num_heads", high=2**14)
     head_dim = source.integer(f"{prefix}head_dim", high=MAX_HEAD)
-    return LinearAttentionConfig(
+    return LinearAttentionSpec(
         num_heads=num_heads,
         num_key_heads=num_heads,
         key_dim=head_dim,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -15,14 +15,14 @@ from moeserve.models.fields import (
     read_windows,
     rotated_in_windows,
 )
-from moeserve.models.model_config import Block, Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Block, Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
-    moe = MoEConfig(
-        router=RouterConfig(
+    moe = MoESpec(
+        router=RouterSpec(
             num_experts=num_experts,
             top_k=top_k,
             scoring="sigmoid_of_chosen",
@@ -30,7 +30,7 @@ def read(config: ConfigValues) -> ModelConfig:
             has_correction=True,
         ),
         expert_width=read_width(config, "moe_intermediate_size"),
-        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size")),
+        shared=SharedExpertsSpec(width=read_width(config, "shared_expert_intermediate_size")),
     )
     has_window = [(index + 1) % 5 != 0 for index in range(read_num_layers(config))]
     config.integer("sliding_window")  # without one, transformers would rotate all layers

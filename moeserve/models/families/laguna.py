@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -17,19 +17,19 @@ from moeserve.models.fields import (
     read_width,
     read_windows,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("gating", True, "per-head", "per-element")
     config.require("moe_apply_router_weight_on_input", False)
     config.require("moe_router_logit_softcapping", 0.0)
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_router_without_groups(
             config, "num_experts", "num_local_experts", scale=config.number("moe_routed_scaling_factor", 1.0)
         ),
         expert_width=read_width(config, "moe_intermediate_size"),
-        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size")),
+        shared=SharedExpertsSpec(width=read_width(config, "shared_expert_intermediate_size")),
     )
     windows = read_windows(config, [False] * read_num_layers(config))
     attentions = [
@@ -51,7 +51,7 @@ def _read_num_heads(config: ConfigValues) -> list[int]:
     return list(numbers)
 
 
-def _read_attention(config: ConfigValues, num_heads: int, window: int | None) -> AttentionConfig:
+def _read_attention(config: ConfigValues, num_heads: int, window: int | None) -> AttentionSpec:
     num_kv_heads = config.integer("num_key_value_heads")
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", f"must divide the {num_heads} heads of each layer")

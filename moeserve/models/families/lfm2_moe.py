@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.short_convolution.convolution import ShortConvolutionConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.short_convolution.convolution import ShortConvolutionSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import W123, Family
 from moeserve.models.fields import (
@@ -15,18 +15,18 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 
 LAYER_TYPES = ("conv", "full_attention")
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     num_experts, top_k = read_num_experts(config, "num_experts")
-    moe = MoEConfig(
-        router=RouterConfig(
+    moe = MoESpec(
+        router=RouterSpec(
             num_experts=num_experts,
             top_k=top_k,
             scoring="sigmoid",
@@ -37,7 +37,7 @@ def read(config: ConfigValues) -> ModelConfig:
         expert_width=read_width(config, "moe_intermediate_size"),
     )
     attention = read_attention(config, normalized="head", default_theta=1e6)
-    convolution = ShortConvolutionConfig(
+    convolution = ShortConvolutionSpec(
         num_channels=read_hidden_size(config),
         num_taps=config.integer("conv_L_cache", low=2, high=MAX_TAPS),
         has_bias=config.flag("conv_bias", default=False),

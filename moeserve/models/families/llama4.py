@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
-from moeserve.layers.rotary import NO_ROTARY, TemperatureConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
+from moeserve.layers.rotary import NO_ROTARY, TemperatureSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -17,20 +17,20 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 LAYER_TYPES = ("full_attention", "chunked_attention")
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
     config.require("num_experts_per_tok", 1)
     width = read_width(config, "intermediate_size")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="sigmoid"),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, scoring="sigmoid"),
         expert_width=width,
-        shared=SharedExpertsConfig(width=width),
+        shared=SharedExpertsSpec(width=width),
         weighs_inputs=True,
     )
     num_layers = read_num_layers(config)
@@ -66,12 +66,12 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, layers)
 
 
-def _read_temperature(config: ConfigValues, head_dim: int) -> TemperatureConfig | None:
+def _read_temperature(config: ConfigValues, head_dim: int) -> TemperatureSpec | None:
     """Return the temperature of queries in layers without a rotary embedding; None if there is none."""
     config.require("attn_temperature_tuning", True, False, 4, 0)  # the numbers are those of early configs
     if not config.values.get("attn_temperature_tuning", True):
         return None
-    return TemperatureConfig(
+    return TemperatureSpec(
         dim=head_dim,
         weight=config.number("attn_scale", 0.1),
         length=config.integer("floor_scale", 8192),

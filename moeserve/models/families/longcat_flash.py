@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shortcut import ShortcutEndConfig, ShortcutStartConfig
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shortcut import ShortcutEndSpec, ShortcutStartSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -16,11 +16,11 @@ from moeserve.models.fields import (
     read_num_experts,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("attention_bias", False)
     config.require("router_bias", False)
     config.require("zero_expert_type", "identity")
@@ -34,8 +34,8 @@ def read(config: ConfigValues) -> ModelConfig:
         score_factor=attention.score_factor * (hidden_size / attention.query_rank) ** 0.5,
         latent_factor=(hidden_size / attention.latent_size) ** 0.5,
     )
-    moe = MoEConfig(
-        router=RouterConfig(
+    moe = MoESpec(
+        router=RouterSpec(
             num_experts=num_experts,
             num_zero_experts=config.integer("zero_expert_num", 0, low=0, high=2**14),
             top_k=top_k,
@@ -44,8 +44,8 @@ def read(config: ConfigValues) -> ModelConfig:
         ),
         expert_width=read_width(config, "expert_ffn_hidden_size"),
     )
-    dense = DenseConfig(width=read_width(config, "ffn_hidden_size"))
-    start, end = ShortcutStartConfig(dense=dense, experts=moe), ShortcutEndConfig(dense=dense)
+    dense = DenseSpec(width=read_width(config, "ffn_hidden_size"))
+    start, end = ShortcutStartSpec(dense=dense, experts=moe), ShortcutEndSpec(dense=dense)
     layer = Layer.of(attention, start, attention, end)
     return read_model(config, [layer] * config.integer("num_layers", high=2**12))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -18,14 +18,15 @@ from moeserve.models.fields import (
     read_num_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import DraftSpec, Layer, ModelSpec
 
+NUM_MODULES = 3  # for multi-token prediction (MTP)
 DEFAULT_FRACTION = 0.334  # fraction of a head that is rotated
 # transformers ignores `rope_theta` in config.json and uses these values of the published checkpoint.
 DEFAULT_THETAS = (5e6, 1e4)  # bases for layers without and with a window
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config = _with_usual_names(config)
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
@@ -37,16 +38,17 @@ def read(config: ConfigValues) -> ModelConfig:
     is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
     if is_dense is None:
         is_dense = [index == 0 for index in range(num_layers)]
-    moe = MoEConfig(router=read_corrected_router(config), expert_width=read_width(config, "moe_intermediate_size"))
+    moe = MoESpec(router=read_corrected_router(config), expert_width=read_width(config, "moe_intermediate_size"))
     full, windowed = _read_attention(config, is_windowed=False), _read_attention(config, is_windowed=True)
     layers = [
         Layer.of(windowed if window else full, feed_forward)
         for window, feed_forward in zip(has_window, feed_forwards_of(config, moe, is_dense), strict=True)
     ]
-    # The config does not count the MTP layers, which have no experts.
-    dense = DenseConfig(width=read_width(config, "intermediate_size"))
+    # The config need not count the MTP modules, whose layers have no experts.
+    dense = DenseSpec(width=read_width(config, "intermediate_size"))
     model = read_model(config, layers, epsilon_key=config.key_of("layernorm_epsilon", "rms_norm_eps"))
-    return dataclasses.replace(model, draft_layer=Layer.of(windowed, dense))
+    draft = DraftSpec(layers=(Layer.of(windowed, dense),) * (model.num_skipped_layers or NUM_MODULES))
+    return dataclasses.replace(model, draft=draft, num_skipped_layers=max(model.num_skipped_layers, NUM_MODULES))
 
 
 def _with_usual_names(config: ConfigValues) -> ConfigValues:
@@ -68,7 +70,7 @@ def _with_usual_names(config: ConfigValues) -> ConfigValues:
     return config.replaced(values)
 
 
-def _read_attention(config: ConfigValues, *, is_windowed: bool) -> AttentionConfig:
+def _read_attention(config: ConfigValues, *, is_windowed: bool) -> AttentionSpec:
     own = config.of_layer_type(LAYER_TYPES[is_windowed])
     values = dict(own.values)
     if is_windowed:
@@ -104,7 +106,6 @@ def _read_window(config: ConfigValues) -> int:
     return config.integer("sliding_window") if others is None else others + 1
 
 
-MTP = r"^model\.mtp\.layers\.0\."
 MIMO_V2_FLASH = Family(
     name="MiMo-V2-Flash",
     architecture="MiMoV2FlashForCausalLM",
@@ -112,12 +113,7 @@ MIMO_V2_FLASH = Family(
     read=read,
     names=(
         (r"\.self_attn\.attention_sink_bias$", ".self_attn.sinks"),
-        (rf"{MTP}enorm\.", "draft.embedding_norm."),
-        (rf"{MTP}hnorm\.", "draft.hidden_norm."),
-        (rf"{MTP}eh_proj\.", "draft.projection."),
-        (rf"{MTP}final_layernorm\.", "draft.norm."),
-        (rf"{MTP}pre_mlp_layernorm\.", "draft.layer.post_attention_layernorm."),
-        (MTP, "draft.layer."),
-        (r"^model\.mtp\.", "draft.copy."),  # only one of the three MTP layers is used for drafting
+        (r"^model\.mtp\.layers\.(\d+)\.pre_mlp_layernorm\.", r"draft.\1.layer.post_attention_layernorm."),
+        (r"^model\.mtp\.layers\.", "draft."),
     ),
 )

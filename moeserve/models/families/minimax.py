@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.lightning.attention import LightningAttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.lightning.attention import LightningAttentionSpec
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.layers.streams.normed import NormedStream
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import BLOCK_SPARSE, Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.linear_attention.interface import MAX_HEAD
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 
 LAYER_TYPES = ("full_attention", "linear_attention")
 # Keys of the factors of full attention, lightning attention and experts: transformers' names, and those before.
@@ -20,7 +20,7 @@ FACTORS = [(f"{kind}_attn_{{}}_factor", f"layernorm_{kind}_attention_{{}}") for 
 FACTORS += [("mlp_{}_factor", "layernorm_mlp_{}")]
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("postnorm", True)
     config.require("shared_intermediate_size", 0)
     # A network's output is multiplied by beta, and added to alpha times its normalised input. What normalises the sum
@@ -32,8 +32,8 @@ def read(config: ConfigValues) -> ModelConfig:
     keys = [config.key_of(*(name.format("beta") for name in names)) for names in FACTORS]
     full, linear, of_experts = (config.number(key, 1.0) / alpha for key in keys)
     num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True, scale=of_experts),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=True, scale=of_experts),
         expert_width=read_width(config, "intermediate_size"),
     )
     rotary_dim = config.optional_integer("rotary_dim", high=config.integer("head_dim", MAX_HEAD, high=MAX_HEAD))
@@ -48,7 +48,7 @@ def read(config: ConfigValues) -> ModelConfig:
     layers = []
     for index in range(num_layers):
         factor = 1 - index / (num_layers - 1 + 1e-5) + 1e-5
-        lightning = LightningAttentionConfig(
+        lightning = LightningAttentionSpec(
             num_heads=num_heads, head_dim=head_dim, decay_factor=factor, output_factor=linear
         )
         has_state = index % 2 == 1 if is_linear is None else is_linear[index]

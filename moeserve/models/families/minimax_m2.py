@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import BLOCK_SPARSE, Family
 from moeserve.models.fields import read_attention, read_model, read_num_layers, read_router_without_groups, read_width
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("scoring_func", "sigmoid")
     config.require("use_qk_norm", True)
     config.require("qk_norm_type", "per_layer")
     config.require("shared_intermediate_size", 0)
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_router_without_groups(config, "num_local_experts", "num_experts"),
         expert_width=read_width(config, "intermediate_size"),
     )

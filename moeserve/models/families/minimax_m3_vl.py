@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from moeserve.layers.block_sparse.attention import BlockSparseConfig
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.block_sparse.attention import BlockSparseSpec
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import BLOCK_SPARSE, Family, inside_other_model
 from moeserve.models.fields import read_attention, read_listed_dense, read_model, read_router_without_groups, read_width
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.rows.activations import ClampedSwiGLU
 
 TYPES = ("full_attention", "minimax_m3_sparse")
@@ -24,18 +24,18 @@ PUBLISHED = {
 }
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config = _with_published_names(config)
     config.require("hidden_act", "silu", "swigluoai")  # whatever it says, the activation is the latter
     activation = ClampedSwiGLU(alpha=config.number("swiglu_alpha"), limit=config.number("swiglu_limit"))
     scale = config.number("routed_scaling_factor")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_router_without_groups(config, "num_local_experts", "num_experts", scale=scale),
         expert_width=read_width(config, "intermediate_size"),
         activation=activation,
-        shared=SharedExpertsConfig(width=read_width(config, "shared_intermediate_size"), activation=activation),
+        shared=SharedExpertsSpec(width=read_width(config, "shared_intermediate_size"), activation=activation),
     )
-    dense = DenseConfig(width=read_width(config, "dense_intermediate_size"), activation=activation)
+    dense = DenseSpec(width=read_width(config, "dense_intermediate_size"), activation=activation)
     listed = read_listed_dense(config.replaced({"first_k_dense_replace": 0} | config.values), moe)
     full = read_attention(config, default_fraction=1.0, normalized="head")
     is_sparse = config.flags_of_layers("layer_types", TYPES, len(listed)) or [False] * len(listed)
@@ -60,13 +60,13 @@ def _with_published_names(config: ConfigValues) -> ConfigValues:
     return config.replaced(config.values | values)
 
 
-def _read_sparse(config: ConfigValues, attention: AttentionConfig) -> BlockSparseConfig:
+def _read_sparse(config: ConfigValues, attention: AttentionSpec) -> BlockSparseSpec:
     num_heads = config.integer("index_n_heads", high=2**14)
     few, many = sorted((num_heads, attention.num_kv_heads))
     if many % few or attention.num_heads % num_heads:
         raise config.wrong("index_n_heads", "must divide the heads, and be a divisor or multiple of key-value heads")
     top_k = config.integer("index_topk_blocks")
-    return BlockSparseConfig(
+    return BlockSparseSpec(
         attention=attention,
         num_index_heads=num_heads,
         index_size=config.integer("index_head_dim", low=attention.rotary.dim, high=2**14),
@@ -81,7 +81,11 @@ MINIMAX_M3_VL = inside_other_model(
         name="MiniMax-M3",
         architecture="MiniMaxM3SparseForConditionalGeneration",
         model_type="minimax_m3_vl_text",
-        other_architectures=("MiniMaxM3VLForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
+        other_architectures=(
+            "MiniMaxM3VLForConditionalGeneration",
+            "MiniMaxM3VLForCausalLM",
+            "MiniMaxM3SparseForCausalLM",
+        ),
         read=read,
         left_out=("mtp.", "patch_merge_mlp."),
         names=(

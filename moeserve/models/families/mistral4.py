@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.rotary import TemperatureConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.rotary import TemperatureSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import WRAPPED, Family
 from moeserve.models.fields import (
@@ -16,11 +16,11 @@ from moeserve.models.fields import (
     read_shared_experts,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("model_type", "mistral4")
     attention = read_latent_attention(config, is_interleaved=config.flag("rope_interleave", True))
     settings = config.rotary_settings()
@@ -28,16 +28,16 @@ def read(config: ConfigValues) -> ModelConfig:
         if attention.query_dim % 2:
             raise config.wrong("qk_nope_head_dim", "must be even for llama_4_scaling_beta")
         length = settings.integer("original_max_position_embeddings")
-        temperature = TemperatureConfig(dim=attention.query_dim, weight=weight, length=length)
+        temperature = TemperatureSpec(dim=attention.query_dim, weight=weight, length=length)
         attention = dataclasses.replace(attention, temperature=temperature)
     expert_width = read_width(config, "moe_intermediate_size")
     router = read_normalized_router(config)
-    moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
+    moe = MoESpec(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
     layers = [Layer.of(attention, feed_forward) for feed_forward in read_leading_dense(config, moe)]
     return read_model(config, layers)
 
 
-def read_normalized_router(config: ConfigValues) -> RouterConfig:
+def read_normalized_router(config: ConfigValues) -> RouterSpec:
     """Read a softmax router whose groups are rated by their best two experts."""
     router = read_grouped_router(config)
     if router.num_groups > 1 and router.num_experts == router.num_groups:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.latent.attention import LatentAttentionConfig
-from moeserve.layers.latent.indexer import IndexerConfig
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.latent.attention import LatentAttentionSpec
+from moeserve.layers.latent.indexer import IndexerSpec
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.layers.rotary import NO_ROTARY, NO_ROTATED_PART
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.families.deepseek_v32 import layers_with_indexer
@@ -23,15 +23,15 @@ from moeserve.models.fields import (
     read_shared_experts,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     if config.values.get("kv_source_layers") not in (None, list(range(num_layers))):
         raise config.wrong("kv_source_layers", "is not supported: each layer must keep latent vectors of its own")
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_normalized_router(config),
         expert_width=expert_width,
         shared=read_shared_experts(config, expert_width),
@@ -65,7 +65,7 @@ def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
     return [each == 1 for each in listed[:num_layers]]
 
 
-def _read_attention(config: ConfigValues) -> LatentAttentionConfig:
+def _read_attention(config: ConfigValues) -> LatentAttentionSpec:
     config.refuse("q_lora_rank")
     with_key = config.replaced(config.values | {"q_lora_rank": None})
     attention = read_latent_attention(with_key, is_interleaved=True)
@@ -73,7 +73,7 @@ def _read_attention(config: ConfigValues) -> LatentAttentionConfig:
     key_dim = config.integer("index_head_dim", high=2**14)
     if key_dim < rotary.dim:
         raise config.wrong("index_head_dim", f"is less than qk_rope_head_dim={rotary.dim}")
-    indexer = IndexerConfig(
+    indexer = IndexerSpec(
         num_heads=config.integer("index_n_heads", high=2**14),
         key_dim=key_dim,
         rotary=rotary,
@@ -91,7 +91,7 @@ def _read_attention(config: ConfigValues) -> LatentAttentionConfig:
     )
 
 
-def _without_positions(attention: LatentAttentionConfig) -> LatentAttentionConfig:
+def _without_positions(attention: LatentAttentionSpec) -> LatentAttentionSpec:
     """Return the attention changed so that its keys have no rotated part, with heads of the same size."""
     assert attention.indexer is not None
     return dataclasses.replace(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -17,18 +17,18 @@ from moeserve.models.fields import (
     read_sparse_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     is_normalized = config.flag("norm_topk_prob", default=False)
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
         expert_width=read_width(config, "moe_intermediate_size"),
-        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size"), is_gated=True),
+        shared=SharedExpertsSpec(width=read_width(config, "shared_expert_intermediate_size"), is_gated=True),
     )
     attention = read_attention(config, has_bias=config.flag("qkv_bias", default=True))
     layers = [

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, inside_other_model
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_sparse_layers, read_width
-from moeserve.models.model_config import Layer, ModelConfig
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.models.model_config import Layer, ModelSpec
+from moeserve.ops.routing.interface import RouterSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     return _read(config, is_normalized=config.flag("norm_topk_prob", default=False))
 
 
-def read_vl(config: ConfigValues) -> ModelConfig:
+def read_vl(config: ConfigValues) -> ModelSpec:
     return _read(config, is_normalized=True)  # whatever the config says, as in transformers
 
 
-def _read(config: ConfigValues, *, is_normalized: bool) -> ModelConfig:
+def _read(config: ConfigValues, *, is_normalized: bool) -> ModelSpec:
     config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
-    moe = MoEConfig(
-        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
+    moe = MoESpec(
+        router=RouterSpec(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
         expert_width=read_width(config, "moe_intermediate_size"),
     )
     has_bias = config.flag("attention_bias", default=False)

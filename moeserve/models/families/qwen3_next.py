@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.layers.linear_attention.attention import LinearAttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.linear_attention.attention import LinearAttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.family import Family
+from moeserve.models.family import ONE_MODULE, Family
 from moeserve.models.fields import (
     read_attention,
     read_model,
@@ -20,23 +20,23 @@ from moeserve.models.fields import (
     read_sparse_layers,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import DraftSpec, Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
-    moe = MoEConfig(
-        router=RouterConfig(
+    moe = MoESpec(
+        router=RouterSpec(
             num_experts=num_experts, top_k=top_k, is_normalized=config.flag("norm_topk_prob", default=True)
         ),
         expert_width=read_width(config, "moe_intermediate_size"),
-        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size"), is_gated=True),
+        shared=SharedExpertsSpec(width=read_width(config, "shared_expert_intermediate_size"), is_gated=True),
     )
     has_bias = config.flag("attention_bias", default=False)
     attention = read_attention(
@@ -52,15 +52,16 @@ def read(config: ConfigValues) -> ModelConfig:
         Layer.of(attention if is_full else delta, feed_forward)
         for is_full, feed_forward in zip(_read_is_full(config), read_sparse_layers(config, moe), strict=True)
     ]
-    return dataclasses.replace(read_model(config, layers), draft_layer=Layer.of(attention, moe))
+    draft = DraftSpec(layers=(Layer.of(attention, moe),))
+    return dataclasses.replace(read_model(config, layers), draft=draft)
 
 
-def _read_gated_delta(config: ConfigValues) -> LinearAttentionConfig:
+def _read_gated_delta(config: ConfigValues) -> LinearAttentionSpec:
     num_heads = config.integer("linear_num_value_heads", high=2**14)
     num_key_heads = config.integer("linear_num_key_heads", high=2**14)
     if num_heads % num_key_heads:
         raise config.wrong("linear_num_key_heads", f"must divide linear_num_value_heads={num_heads}")
-    return LinearAttentionConfig(
+    return LinearAttentionSpec(
         num_heads=num_heads,
         num_key_heads=num_key_heads,
         key_dim=config.integer("linear_key_head_dim", high=MAX_HEAD),
@@ -84,12 +85,7 @@ NAMES = (
     (r"\.linear_attn\.out_proj\.", ".self_attn.o_proj."),
     (r"\.linear_attn\.", ".self_attn."),
     (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
-    (r"^mtp\.layers\.0\.", "draft.layer."),
-    (r"^mtp\.pre_fc_norm_embedding\.", "draft.embedding_norm."),
-    (r"^mtp\.pre_fc_norm_hidden\.", "draft.hidden_norm."),
-    (r"^mtp\.fc\.", "draft.projection."),
-    (r"^mtp\.norm\.", "draft.norm."),
-    (r"^mtp\.", "draft.copy."),
+    *ONE_MODULE,
 )
 
 QWEN3_NEXT = Family(

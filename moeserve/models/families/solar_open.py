@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.layers.moe.layer import MoEConfig
+from moeserve.layers.moe.layer import MoESpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -13,14 +13,14 @@ from moeserve.models.fields import (
     read_shared_experts,
     read_width,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config.require("use_qk_norm", False)
     config.require("first_k_dense_replace", 0)
     expert_width = read_width(config, "moe_intermediate_size")
-    moe = MoEConfig(
+    moe = MoESpec(
         router=read_corrected_router(config),
         expert_width=expert_width,
         shared=read_shared_experts(config, expert_width),

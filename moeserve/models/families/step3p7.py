@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from moeserve.layers.dense.network import DenseConfig
-from moeserve.layers.grouped_query.attention import AttentionConfig
-from moeserve.layers.moe.layer import MoEConfig
-from moeserve.layers.moe.shared import SharedExpertsConfig
+from moeserve.layers.dense.network import DenseSpec
+from moeserve.layers.grouped_query.attention import AttentionSpec
+from moeserve.layers.moe.layer import MoESpec
+from moeserve.layers.moe.shared import SharedExpertsSpec
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
@@ -18,12 +18,13 @@ from moeserve.models.fields import (
     read_num_layers,
     read_router_without_groups,
     read_width,
+    with_draft_layer,
 )
-from moeserve.models.model_config import Layer, ModelConfig
+from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.rows.activations import Activation, LimitedSwiGLU, SwiGLU
 
 
-def read(config: ConfigValues) -> ModelConfig:
+def read(config: ConfigValues) -> ModelSpec:
     config = _with_usual_names(config)
     config.require("attention_bias", False)
     config.require("mlp_bias", False)
@@ -39,11 +40,18 @@ def read(config: ConfigValues) -> ModelConfig:
             attentions[has_window[index]],
             _read_experts(config, limits[index], limits_of_shared[index])
             if is_sparse[index]
-            else DenseConfig(width=read_width(config, "intermediate_size"), activation=limits_of_shared[index]),
+            else DenseSpec(width=read_width(config, "intermediate_size"), activation=limits_of_shared[index]),
         )
         for index in range(num_layers)
     ]
-    return read_model(config, layers)
+    model = read_model(config, layers)
+    types, kinds = config.values.get("mtp_layer_types"), config.values.get("mtp_mlp_layer_types")
+    of_module = types[0] == LAYER_TYPES[1] if isinstance(types, list) and types else False
+    if not model.num_skipped_layers or (isinstance(kinds, list) and "sparse" in kinds):
+        return model  # no published model has modules with experts
+    dense = DenseSpec(width=read_width(config, "intermediate_size"))
+    layer = Layer.of(_read_attention(config, of_module), dense)
+    return with_draft_layer(model, layer, reads_normed=False, has_heads=True)
 
 
 def _with_usual_names(config: ConfigValues) -> ConfigValues:
@@ -58,13 +66,17 @@ def _with_usual_names(config: ConfigValues) -> ConfigValues:
     for old, new in renamed.items():
         if old in values:
             values.setdefault(new, values.pop(old))
-    if isinstance(values.get("attention_other_setting"), dict):
-        values.setdefault("num_sliding_attention_heads", values["attention_other_setting"].get("num_attention_heads"))
+    if (of_windows := config.object("attention_other_setting")) is not None:
+        values.setdefault("num_sliding_attention_heads", of_windows.values.get("num_attention_heads"))
     num_layers = read_num_layers(config)
     num_padded = num_layers + (config.optional_integer("num_nextn_predict_layers", low=0, high=2**6) or 0)
-    for key, value in values.items():
+    for key, value in list(values.items()):
         if isinstance(value, list) and len(value) == num_padded:
             values[key] = value[:num_layers]
+            if key in ("layer_types", "mlp_layer_types"):
+                values.setdefault(f"mtp_{key}", value[num_layers:])
+    if not isinstance(values.get("partial_rotary_factors") or [], list):
+        raise config.wrong("partial_rotary_factors", "must be a list")
     _name_rotary_settings(values, num_layers)
     return config.replaced(values)
 
@@ -87,7 +99,7 @@ def _name_rotary_settings(values: dict[str, Any], num_layers: int) -> None:
     values["rope_parameters"] = settings
 
 
-def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionConfig:
+def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionSpec:
     own = config.of_layer_type(LAYER_TYPES[is_windowed])
     if is_windowed and config.values.get("num_sliding_attention_heads") is not None:
         num_heads = config.integer("num_sliding_attention_heads", high=2**14)
@@ -105,14 +117,14 @@ def _read_attention(config: ConfigValues, is_windowed: bool) -> AttentionConfig:
     return attention
 
 
-def _read_experts(config: ConfigValues, activation: Activation, of_shared: Activation) -> MoEConfig:
-    return MoEConfig(
+def _read_experts(config: ConfigValues, activation: Activation, of_shared: Activation) -> MoESpec:
+    return MoESpec(
         router=read_router_without_groups(
             config, "n_routed_experts", "num_local_experts", scale=config.number("moe_router_scaling_factor", 1.0)
         ),
         expert_width=read_width(config, "moe_intermediate_size"),
         activation=activation,
-        shared=SharedExpertsConfig(width=read_width(config, "share_expert_dim"), activation=of_shared),
+        shared=SharedExpertsSpec(width=read_width(config, "share_expert_dim"), activation=of_shared),
     )
 
 
@@ -142,13 +154,16 @@ def _read_limits(config: ConfigValues, key: str, num_layers: int) -> list[Activa
 
 STEP3P7 = Family(
     name="Step-3.7",
-    models="Step-3.7-Flash",
+    models="Step-3.7-Flash, Step-3.5-Flash",
     architecture="Step3p7ForConditionalGeneration",
+    other_architectures=("Step3p5ForCausalLM",),
     model_type="step3p5",
     read=read,
     wrapped=((r"^model\.language_model\.", "model."),),
     left_out=("vision_model.", "vit_large_projector.", "multi_modal_projector."),
     names=(
+        (r"^model\.layers\.draft(\d+)\.transformer\.", r"draft.\1."),
+        (r"^(?:model\.layers\.draft|draft\.)(\d+)\.shared_head\.(?:output|head)\.", r"draft.\1.head."),
         (r"\.moe\.router_bias$", ".mlp.gate.e_score_correction_bias"),
         (r"\.moe\.gate\.", ".mlp.gate."),
         (r"\.moe\.", ".mlp.experts."),

@@ -41,6 +41,11 @@ class File:
         """Return a flag for each decoder layer: True if it has a tensor of this name."""
         return [f"blk.{layer}.{kind}" in self.shapes for layer in range(self.config["num_hidden_layers"])]
 
+    def width_of(self, kind: str) -> int | None:
+        """Return the rows of the first tensor of this name, or None if no layer has one."""
+        of_layers = (self.shapes.get(f"blk.{layer}.{kind}") for layer in range(self.config["num_hidden_layers"]))
+        return next((shape[0] for shape in of_layers if shape), None)
+
     def sizes_of_layers(self, key: str) -> list[int]:
         """Return the number of each layer. The metadata have one number for all layers, or a list."""
         value, num_layers = self.values.values.get(key), self.values.integer("block_count", high=2**12)
@@ -74,6 +79,7 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[File], dict[str, Any]] = _nothing  # further entries of config.json, computed from the file
     parts: Callable[[ConfigValues], Mapping[str, tuple[Part, ...]]] = _as_stored  # by kind of stored tensor
+    own_scales: tuple[str, ...] = ()  # kinds whose scales are tensors of the model, not a part of the weight
 
     def config(self, file: File) -> dict[str, Any]:
         """Return the entries of config.json that this architecture defines."""

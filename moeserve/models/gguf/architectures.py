@@ -88,6 +88,32 @@ def _read_gpt_oss(file: File) -> dict[str, Any]:
     return {"rope_scaling": settings and settings | {"truncate": False}}
 
 
+def _read_hy_v3(file: File) -> dict[str, Any]:
+    width = file.values.integer("expert_shared_feed_forward_length")
+    return {
+        "num_shared_experts": width // file.values.integer("expert_feed_forward_length"),
+        "mlp_layer_types": windows.feed_forward_types(file),
+    }
+
+
+def _read_deepseek_ocr(file: File) -> dict[str, Any]:
+    num_groups = file.values.integer("expert_group_count", 1)
+    return {
+        "topk_method": "group_limited_greedy" if num_groups > 1 else "greedy",
+        "partial_rotary_factor": 1.0,  # the file may say 0: the size of heads of latent attention, which it has not
+    }
+
+
+def _read_minimax_m3(file: File) -> dict[str, Any]:
+    has_indexer = file.layers_with("indexer.q_proj.weight")
+    return {
+        "layer_types": ["minimax_m3_sparse" if has else "full_attention" for has in has_indexer],
+        "mlp_layer_types": windows.feed_forward_types(file),
+        "dense_intermediate_size": file.width_of("ffn_gate.weight") or file.values.integer("feed_forward_length"),
+        "shared_intermediate_size": file.width_of("ffn_gate_shexp.weight"),
+    }
+
+
 def _read_dbrx(file: File) -> dict[str, Any]:
     usual, values = file.config, file.values
     return {
@@ -264,6 +290,36 @@ _JAMBA: Keys = {
     "mamba_d_conv": "ssm.conv_kernel",
     "mamba_dt_rank": "ssm.time_step_rank",
 }
+_HY_V3: Keys = {
+    **_DENSE,
+    **_EXPERTS,
+    "router_scaling_factor": ("expert_weights_scale", 1.0),
+    "route_norm": ("expert_weights_norm", True),
+}
+_GEMMA4: Keys = {
+    **_DENSE,
+    **_EXPERTS,
+    "top_k_experts": "expert_used_count",
+    "final_logit_softcapping": ("final_logit_softcapping", None),
+    "num_kv_shared_layers": ("attention.shared_kv_layers", 0),
+    "hidden_size_per_layer_input": ("embedding_length_per_layer_input", 0),
+}
+_COHERE2: Keys = {
+    "num_experts": "expert_count",
+    "intermediate_size": "expert_feed_forward_length",
+    "num_shared_experts": ("expert_shared_count", 0),
+    "logit_scale": "logit_scale",
+}
+_MINIMAX_M3: Keys = {
+    "num_local_experts": "expert_count",
+    "intermediate_size": "expert_feed_forward_length",
+    "routed_scaling_factor": ("expert_weights_scale", 1.0),
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk_blocks": "attention.indexer.top_k",
+    "index_block_size": "attention.indexer.block_size",
+    "index_local_blocks": "attention.indexer.local_blocks",
+}
 _CORRECTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 ARCHITECTURES = {
@@ -300,13 +356,27 @@ ARCHITECTURES = {
         {"hidden_act": "relu2", "mlp_hidden_act": "relu2"},
         read=recurrent.read_nemotron_h,
     ),
-    "exaone-moe": Architecture("ExaoneMoeForCausalLM", _EXAONE, read=windows.read_exaone),
-    "afmoe": Architecture("AfmoeForCausalLM", _AFMOE, {"mup_enabled": True}, parts=windows.afmoe_parts),
+    "exaone-moe": Architecture("ExaoneMoeForCausalLM", _EXAONE, read=windows.read_types),
+    "afmoe": Architecture("AfmoeForCausalLM", _AFMOE, {"mup_enabled": True}, parts=windows.parts_with_output_norms),
     "laguna": Architecture("LagunaForCausalLM", _LAGUNA, read=windows.read_laguna),
     "mellum": Architecture("MellumForCausalLM", _QWEN, {"norm_topk_prob": True}, read=windows.read_windows),
     "mimo2": Architecture("MiMoV2FlashForCausalLM", _DEEPSEEK_EXPERTS, _CORRECTED, windows.read_mimo),
     "step35": Architecture("Step3p7ForConditionalGeneration", _STEP, read=windows.read_step),
     "jamba": Architecture("JambaForCausalLM", _JAMBA, read=recurrent.read_jamba, parts=recurrent.jamba_parts),
     "dbrx": Architecture("DbrxForCausalLM", {}, read=_read_dbrx),
+    "hy_v3": Architecture("HYV3ForCausalLM", _HY_V3, read=_read_hy_v3),
+    "deepseek32": Architecture("DeepseekV32ForCausalLM", _INDEXED, _CORRECTED, _read_latent),
+    "deepseek2-ocr": Architecture("DeepseekOCRForCausalLM", _DEEPSEEK_EXPERTS, read=_read_deepseek_ocr),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        _GEMMA4,
+        {"enable_moe_block": True},
+        read=windows.read_gemma4,
+        parts=windows.parts_with_output_norms,
+        own_scales=("ffn_gate_inp", "ffn_down_exps"),
+    ),
+    "cohere2moe": Architecture("Cohere2MoeForCausalLM", _COHERE2, read=windows.read_cohere2),
+    "minimax-m3": Architecture("MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3, read=_read_minimax_m3),
+    "minimax-01": Architecture("MiniMaxText01ForCausalLM", _LOCAL_EXPERTS, read=recurrent.read_minimax),
     "kimi-linear": Architecture("KimiLinearForCausalLM", _KIMI_LINEAR, read=_read_kimi_linear),
 }

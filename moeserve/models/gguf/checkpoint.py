@@ -33,7 +33,7 @@ from moeserve.models.gguf.file import (
     ROPE_FACTORS,
     TOKEN_ID_KEYS,
     as_written,
-    llama3_scaling,
+    scaling_of_divisors,
 )
 from moeserve.models.gguf.layouts import resolved
 from moeserve.models.gguf.names import GgufName
@@ -45,7 +45,7 @@ from moeserve.models.unsupported import dense_model, unknown_in_gguf
 logger = logging.getLogger(__name__)
 
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_VERSION = 5  # format version of the cache folders; increase it when their files change
+_VERSION = 6  # format version of the cache folders; increase it when their files change
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -76,10 +76,11 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
     files = sorted(folder.glob("*.gguf"))
     metadata, _ = _open(files[0])
     architecture, values = _architecture_of(metadata, files[0])
-    parts = ARCHITECTURES[architecture].parts(values)
+    described = ARCHITECTURES[architecture]
+    parts = described.parts(values)
     found: dict[str, CheckpointTensor] = {}
     apart: dict[str, dict[str, GgufTensor]] = {}
-    for shard, stored in resolved(_tensors_in(files).values()):
+    for shard, stored in resolved(_tensors_in(files).values(), described.own_scales):
         name = GgufName.parse(stored.name)
         if name.kind in ("attn_k_b", "attn_v_b"):
             apart.setdefault(f"{name.prefix}self_attn.kv_b_proj.weight", {})[name.kind] = GgufTensor(shard, stored)
@@ -219,7 +220,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     factors = {length: tensors[name][1] for length, name in LONGROPE_FACTORS.items() if name in tensors}
     config = {
         "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gguf"},
+        "quantization_config": {"quant_method": "gguf", "expert_dtype": _dtype_of_experts(name, tensors)},
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "num_hidden_layers": values.integer("block_count", high=2**12) - num_draft_layers,
@@ -229,7 +230,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
         "head_dim": head_dim,
         "attention_bias": "attn_q.bias" in kinds,
         "use_qk_norm": "attn_q_norm.weight" in kinds,
-        "partial_rotary_factor": values.integer("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": values.integer("rope.dimension_count", head_dim, low=0) / head_dim,
         "num_experts_per_tok": values.integer("expert_used_count"),
         "max_position_embeddings": values.integer("context_length"),
         "rms_norm_eps": as_written(values.number(values.key_of(*_EPSILONS))),
@@ -243,8 +244,16 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
     }
     if ROPE_FACTORS in tensors:
         divisors = tensors[ROPE_FACTORS][1].read()
-        config["rope_scaling"] = llama3_scaling(path, divisors, head_dim, theta)
+        config["rope_scaling"] = scaling_of_divisors(path, divisors, head_dim, theta)
     return config | ARCHITECTURES[name].config(File(values, shapes, kinds, config))
+
+
+def _dtype_of_experts(architecture: str, tensors: Mapping[str, tuple[Path, StoredArray]]) -> str | None:
+    """Return "fp4" if all experts are in MXFP4, like the config.json of DeepSeek-V4."""
+    arrays = resolved(tensors.values(), ARCHITECTURES[architecture].own_scales)
+    experts = [array for _, array in arrays if array.name.endswith("_exps.weight")]
+    is_mxfp4 = [array.kind.name == "MXFP4" and array.scale is None for array in experts]
+    return "fp4" if experts and all(is_mxfp4) else None
 
 
 def _longrope(values: ConfigValues, factors: dict[str, StoredArray]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.dense import DenseConfig
+from moeserve.models.dense import DenseSpec
 from moeserve.models.gguf.reader import open_gguf
 from moeserve.models.gguf.tokenizer import write_tokenizer
 
@@ -21,6 +21,7 @@ LONGROPE_FACTORS = {length: f"rope_factors_{length}.weight" for length in ("shor
 TOKEN_ID_KEYS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding")}
 _LLAMA3_CONTEXT = 8192  # positions that the models were trained with before their context was extended
 _LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3, of Llama 4
+_NO_ROTATION = 1e29  # least divisor of frequencies that do not rotate (llama.cpp's converter writes 1e30)
 
 # Keys that change the results of the model: first those of which Mixtral supports a single value, then those that it
 # does not support.
@@ -82,7 +83,7 @@ class GgufFile:
     def write_companions(self, folder: Path) -> None:
         write_tokenizer(self.path, self.tokenizer_metadata, folder, max_length=self.config.max_position_embeddings)
 
-    def _read_config(self, shapes: dict[str, tuple[int, ...]], rope_factors: np.ndarray | None) -> DenseConfig:
+    def _read_config(self, shapes: dict[str, tuple[int, ...]], rope_factors: np.ndarray | None) -> DenseSpec:
         metadata = self._metadata
         if len(shapes.get("token_embd.weight", ())) != 2:
             raise CheckpointError(f"{self.path} holds no token embedding (token_embd.weight)")
@@ -96,7 +97,7 @@ class GgufFile:
         theta = as_written(metadata.number("llama.rope.freq_base", 10_000.0))
         ids = {name: metadata.token_id(key, high=vocab_size - 1) for name, key in TOKEN_ID_KEYS.items()}
         ends = list(dict.fromkeys(token_id for name in ("eos", "eot", "eom") if (token_id := ids[name]) is not None))
-        return DenseConfig(
+        return DenseSpec(
             vocab_size=vocab_size,
             hidden_size=metadata.integer("llama.embedding_length"),
             intermediate_size=metadata.integer("llama.feed_forward_length"),
@@ -125,6 +126,18 @@ class GgufFile:
         if metadata.values.get(key, "none") == "none":
             return None
         return {"rope_type": "linear", "factor": as_written(metadata.number("llama.rope.scaling.factor"))}
+
+
+def scaling_of_divisors(path: Path, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
+    """Return the settings that give these divisors of the frequencies: Llama 3's scaling, or some that do not rotate.
+
+    Raises:
+        CheckpointError: no settings give the divisors.
+    """
+    num_rotated = int((divisors == 1.0).sum())
+    if num_rotated < divisors.size and (divisors[num_rotated:] >= _NO_ROTATION).all():
+        return {"rope_type": "proportional", "partial_rotary_factor": 2 * num_rotated / head_dim}
+    return llama3_scaling(path, divisors, head_dim, theta)
 
 
 def llama3_scaling(path: Path, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:

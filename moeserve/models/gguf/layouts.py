@@ -14,8 +14,13 @@ _SCALE = ".scale"  # in files with NVFP4: one number for a matrix, or one for ea
 _UNUSED = ".input_scale"  # for quantised activations; ours are not quantised
 
 
-def resolved(stored: Iterable[tuple[Path, StoredArray]]) -> list[tuple[Path, StoredArray]]:
+def resolved(
+    stored: Iterable[tuple[Path, StoredArray]], own_scales: tuple[str, ...] = ()
+) -> list[tuple[Path, StoredArray]]:
     """Return tensors with their scales applied, and with gates and ups as separate tensors.
+
+    Args:
+        own_scales: kinds of tensors whose scales are not applied, because the model has them.
 
     Raises:
         CheckpointError: a scale does not fit its tensor, or rows of gate and up are not pairs.
@@ -23,6 +28,9 @@ def resolved(stored: Iterable[tuple[Path, StoredArray]]) -> list[tuple[Path, Sto
     by_name = {array.name: (path, array) for path, array in stored}
     found: list[tuple[Path, StoredArray]] = []
     for name, (path, array) in by_name.items():
+        if name.endswith(tuple(f".{kind}{end}" for kind in own_scales for end in (_SCALE, ".weight"))):
+            found.append((path, array))
+            continue
         if name.endswith(_UNUSED) or (name.endswith(_SCALE) and _weight_of(name) in by_name):
             continue
         if (of_scale := by_name.get(name.removesuffix(".weight") + _SCALE)) is not None and name.endswith(".weight"):

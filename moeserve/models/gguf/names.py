@@ -23,6 +23,10 @@ _LAYER_NAMES = {
     "attn_output_norm": "post_attention_layernorm",  # of DBRX, which has no ffn_norm
     "attn_output_norm_of_stream": "self_attn_output_norm",
     "post_ffw_norm": "mlp_output_norm",
+    # norms of Gemma 4's experts, and of the network beside them
+    "pre_ffw_norm_2": "post_attention_layernorm.experts",
+    "post_ffw_norm_1": "mlp.dense_output_norm",
+    "post_ffw_norm_2": "mlp.experts_output_norm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -36,11 +40,13 @@ _LAYER_NAMES = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
+    **{f"indexer.{each}": f"self_attn.indexer.{each}" for each in ("q_proj", "k_proj", "q_norm")},
     "indexer.attn_q_b": "self_attn.indexer.wq_b",
     "indexer.attn_k": "self_attn.indexer.wk",
     "indexer.k_norm": "self_attn.indexer.k_norm",
     "indexer.proj": "self_attn.indexer.weights_proj",
     # linear attention and convolutions
+    "attn_norm_2": "self_attn.norm",
     "attn_qkv": "self_attn.in_proj_qkv",
     "attn_gate": "self_attn.in_proj_z",
     "ssm_in": "self_attn.in_proj",
@@ -80,6 +86,9 @@ _WHOLE_NAMES = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "attn_sinks.weight": "self_attn.sinks",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "post_attention_layernorm.router.weight",
+    "ffn_down_exps.scale": "mlp.gate.per_expert_scale",
     "ssm_a": "self_attn.A_log",
     "ssm_d": "self_attn.D",
     "ssm_dt.bias": "self_attn.dt_bias",
@@ -91,6 +100,7 @@ _RENAMED: dict[str, Names] = {
     "DbrxForCausalLM": ((r"\.in_proj_qkv\.", ".qkv_proj."),),
     "AfmoeForCausalLM": ((r"\.in_proj_z\.", ".gate_proj."),),
     "LagunaForCausalLM": _HEAD_GATES,
+    "MiniMaxForCausalLM": ((r"\.in_proj_qkv\.", ".qkv_proj."), (r"\.in_proj_z\.", ".output_gate.")),
     "Step3p7ForConditionalGeneration": _HEAD_GATES,
 }
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")

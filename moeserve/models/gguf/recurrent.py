@@ -9,6 +9,9 @@ import numpy as np
 
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.gguf.architecture import File, Part, rows_of_heads
+from moeserve.models.gguf.file import as_written
+
+_NETWORKS = ("full_attn", "linear_attn", "mlp")  # of MiniMax-01
 
 
 def mixer_types(file: File, recurrent: str, attention: str) -> list[str]:
@@ -66,6 +69,15 @@ def read_jamba(file: File) -> dict[str, Any]:
 
 def jamba_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
     return {"ssm_out": (Part("ssm_out_proj"),)}
+
+
+def read_minimax(file: File) -> dict[str, Any]:
+    alpha = as_written(file.values.number("residual_scale"))
+    return {
+        "layer_types": ["full_attention" if has else "linear_attention" for has in file.layers_with("attn_q.weight")],
+        # The converter refuses other factors of outputs than 1.
+        **{f"{kind}_{part}_factor": value for kind in _NETWORKS for part, value in (("alpha", alpha), ("beta", 1.0))},
+    }
 
 
 def read_delta(file: File) -> dict[str, Any]:

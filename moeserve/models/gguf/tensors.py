@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,10 +12,16 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
+from moeserve.models.checkpoint.float4_tensors import E8M0_NAN
 from moeserve.models.checkpoint.tensors import ReadRows
 from moeserve.models.gguf.reader import StoredArray
+from moeserve.ops.products.interface import GgufFormat
 
+PACKED_FORMATS: dict[str, GgufFormat] = {
+    **{"Q8_0": "q8_0", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "IQ4_XS": "iq4_xs", "Q5_0": "q5_0"},
+}
 _Q4_0_BYTES = 18  # of a group: a float16 scale, then the codes
+_MXFP4_BYTES = 17  # of a group: an exponent, then the codes
 
 # H heads, K and V rows of a head's keys and values, L latent
 
@@ -60,6 +67,43 @@ class GgufTensor:
         groups = blocks.reshape(*blocks.shape[:-1], -1, _Q4_0_BYTES)
         return torch.from_numpy(groups[..., :2].copy().view(np.float16)[..., 0]).abs()
 
+    @property
+    def stored_name(self) -> str:
+        return self.stored.name
+
+    @property
+    def type_name(self) -> str:
+        return self.stored.kind.name
+
+    @property
+    def gguf_format(self) -> GgufFormat | None:
+        """The format of packed weights with the same codes and scales."""
+        return PACKED_FORMATS.get(self.type_name) if self.stored.scale is None and self.columns is None else None
+
+    def read_blocks_of_rows(self, start: int, stop: int) -> Tensor:
+        blocks = self.stored.data[slice(start, stop) if self.rows is None else self.rows[start:stop]]
+        with warnings.catch_warnings():  # the mapped file is read-only, which torch does not know
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(blocks)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        is_as_stored = self.stored.scale is None and self.rows is None and self.columns is None
+        return self.stored.kind.name == "MXFP4" and is_as_stored
+
+    def read_mxfp4(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return codes in the order of safetensors: GGUF has the first half of a group in the low bits."""
+        blocks = self.stored.data[start:stop]
+        groups = blocks.reshape(*blocks.shape[:-1], -1, _MXFP4_BYTES)
+        exponents, halves = groups[..., 0], groups[..., 1:]
+        if exponents.max() == E8M0_NAN:
+            raise CheckpointError(
+                f"{self.shard}: tensor {self.stored.name!r} holds a scale that is NaN; fetch it again"
+            )
+        codes = np.concatenate([halves & 15, halves >> 4], axis=-1)
+        pairs = codes[..., 0::2] | codes[..., 1::2] << 4
+        return torch.from_numpy(pairs.reshape(*blocks.shape[:-1], -1)), torch.from_numpy(exponents.copy())
+
 
 @dataclass(frozen=True)
 class SmallTensor:
@@ -100,6 +144,10 @@ class HeadMapsTensor:
     def shape(self) -> tuple[int, ...]:
         num_heads, latent, key_size = self.keys.shape
         return num_heads * (key_size + self.values.shape[1]), latent
+
+    @property
+    def type_name(self) -> str:
+        return self.values.type_name
 
     @property
     def shard(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.gguf.architecture import File, Part
+from moeserve.models.gguf.architecture import SIGMOID, File, Part
 from moeserve.models.gguf.file import as_written
 
 
@@ -31,15 +31,15 @@ def read_windows(file: File, full_fraction: float | None = None, fraction: float
     theta, usual = file.config["rope_theta"], file.config["partial_rotary_factor"]
     in_windows = as_written(file.values.number("rope.freq_base_swa", theta))
     dim = file.values.optional_integer("rope.dimension_count_swa")
-    of_window = usual if dim is None else dim / file.config["head_dim"]
-    full = file.config["rope_scaling"] or {"rope_type": "default"}
+    of_window = usual if dim is None else dim / file.values.integer("attention.key_length_swa", file.config["head_dim"])
+    full = {"partial_rotary_factor": full_fraction or usual} | (file.config["rope_scaling"] or {"rope_type": "default"})
     return {
         "sliding_window": file.values.integer("attention.sliding_window"),
         "layer_types": ["sliding_attention" if has else "full_attention" for has in _has_window(file)],
         "mlp_layer_types": feed_forward_types(file),
         "rope_scaling": None,
         "rope_parameters": {
-            "full_attention": full | {"rope_theta": theta, "partial_rotary_factor": full_fraction or usual},
+            "full_attention": full | {"rope_theta": theta},
             "sliding_attention": {
                 "rope_type": "default",
                 "rope_theta": in_windows,
@@ -49,10 +49,34 @@ def read_windows(file: File, full_fraction: float | None = None, fraction: float
     }
 
 
-def read_exaone(file: File) -> dict[str, Any]:
+def read_types(file: File) -> dict[str, Any]:
     """Read windows. Only layers with one are rotated, so there is one rotary setting."""
     found = read_windows(file)
     return {key: found[key] for key in ("sliding_window", "layer_types", "mlp_layer_types")}
+
+
+def read_cohere2(file: File) -> dict[str, Any]:
+    has_layer_norms = "attention.layer_norm_epsilon" in file.values.values
+    return read_types(file) | {
+        "prefix_dense_intermediate_size": file.width_of("ffn_gate.weight")
+        or file.values.integer("feed_forward_length"),
+        "norm_topk_prob": file.values.flag("expert_weights_norm", default=False),
+        "expert_selection_fn": "sigmoid"
+        if file.values.integer("expert_gating_func", SIGMOID) == SIGMOID
+        else "softmax",
+        **({"rms_norm_eps": None, "layer_norm_eps": file.config["rms_norm_eps"]} if has_layer_norms else {}),
+    }
+
+
+def read_gemma4(file: File) -> dict[str, Any]:
+    heads, heads_in_windows = _sizes_by_window(file, "attention.head_count_kv")
+    return read_windows(file) | {
+        "global_head_dim": file.config["head_dim"],
+        "head_dim": file.values.integer("attention.key_length_swa"),
+        "num_global_key_value_heads": heads,
+        "num_key_value_heads": heads_in_windows,
+        "attention_k_eq_v": not all(file.layers_with("attn_v.weight")),
+    }
 
 
 def _sizes_by_window(file: File, key: str) -> tuple[int, int]:
@@ -104,5 +128,5 @@ def read_laguna(file: File) -> dict[str, Any]:
     }
 
 
-def afmoe_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
+def parts_with_output_norms(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
     return {"post_attention_norm": (Part("attn_output_norm_of_stream"),)}

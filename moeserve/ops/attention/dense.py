@@ -27,7 +27,7 @@ def attend_causally(
         query_RNH: query head n reads key-value head n // (N // G).
         window: maximum number of positions that a row attends to, including its own; None: all up to its own. If
             negative, positions are divided into chunks of -window, and a row attends to those of its own chunk.
-        sinks_N: float32, an additional score of each query head that has no value, or None.
+        sinks_N: float32, an additional score of each query head that has no value, [R, N] of each row, or None.
         biases_RNE: added to the scores of positions by their distance, or None; see `AttentionBackend.attend`.
 
     Returns:
@@ -96,7 +96,7 @@ def _attend_in_float32(
             position_R.repeat_interleave(group),
             scale=scale,
             window=window,
-            sinks_Q=None if sinks_N is None else sinks_N[heads].repeat(num_rows),
+            sinks_Q=None if sinks_N is None else sinks_N[..., heads].expand(num_rows, group).flatten(),
             biases_QE=None if biases_RNE is None else biases_RNE[:, heads].flatten(0, 1),
         )
         attended_RNV[:, heads] = attended_QV.unflatten(0, (num_rows, group)).to(query_RNH.dtype)

@@ -96,7 +96,8 @@ class AttentionBackend(Protocol):
 
         Args:
             sinks_N: float32, an additional score of each query head that has no value (gpt-oss, arXiv 2508.10925):
-                each row is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
+                each row is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)). Or [T, N], one of each token
+                (Inkling 2), not on GPUs.
             biases_TNE: in the dtype of the queries: added to the scores of the positions at each distance before a
                 token's own, which is at distance 0 (Inkling). Positions at a distance of E or more have none.
 

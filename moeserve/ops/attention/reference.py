@@ -60,8 +60,9 @@ class TorchAttention:
             end = span.last_row + 1
             rows = slice(end - min(span.num_rows, span.context_len), end)
             biases_RNE = None if biases_TNE is None else biases_TNE[rows]
+            sinks = sinks_N if sinks_N is None or sinks_N.dim() == 1 else sinks_N[rows]
             blocks = step.block_table[chunk]
-            out_TNV[rows] = self._attend_chunk(query_TNH[rows], cache, blocks, span, sinks_N, biases_RNE)
+            out_TNV[rows] = self._attend_chunk(query_TNH[rows], cache, blocks, span, sinks, biases_RNE)
         return out_TNV
 
     def _attend_chunk(

@@ -5,6 +5,7 @@ Results are batch-invariant: a token's bytes do not depend on the chunk, the bat
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import torch
@@ -15,6 +16,8 @@ from moeserve.ops.compressed_attention.interface import CompressedCache, Compres
 from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
+
+NUM_KEPT = 64  # chunks of a captured step
 
 # I size of an indexer's key, m tokens of a window, L maximum number of vectors that a row attends to, X values and
 # gates of a token, Y = X / 2
@@ -31,11 +34,8 @@ class CpuCompressedAttention:
         pooled_TH = new_empty(projected_TX, len(projected_TX), bias_mY.shape[1] // self._shape.num_series)
         if is_measured():
             return pooled_TH.zero_()
-        drafts_S = None
-        if any(span.num_drafts for span in step.spans):
-            drafts_S = torch.tensor([span.num_drafts for span in step.spans], dtype=torch.int32)
         self._native.pool_windows(
-            projected_TX, bias_mY, tails, *_chunks(step), drafts_S, pooled_TH, block_size=block_size
+            projected_TX, bias_mY, tails, *_chunks(step), _drafts(step), pooled_TH, block_size=block_size
         )
         return pooled_TH
 
@@ -122,6 +122,22 @@ class CpuCompressedAttention:
             whole_group_size=shape.whole_num_heads,
         )
         return out_TNH
+
+
+def _drafts(step: StepInputs) -> Tensor | None:
+    """Return the number of drafts [S] of each chunk; None: there are none."""
+    counts = [span.num_drafts for span in step.spans]
+    if not any(counts):
+        return None
+    if len(counts) <= NUM_KEPT and min(counts) == max(counts):
+        return _kept_drafts(counts[0])[: len(counts)]
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+@functools.cache
+def _kept_drafts(num_drafts: int) -> Tensor:
+    """Return equal numbers of drafts, in memory that captured steps may read when they are replayed."""
+    return torch.full((NUM_KEPT,), num_drafts, dtype=torch.int32)
 
 
 def _chunks(step: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,7 +20,14 @@ class CpuShortConvolution:
         self._native = native
         self._shape = shape
 
-    def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
+    def __call__(
+        self,
+        input_TX: Tensor,
+        weights: ConvolutionWeights,
+        states: Tensor,
+        step: StepInputs,
+        token_taps_TGW: Tensor | None = None,
+    ) -> Tensor:
         assert step.states is not None
         sizes = len(input_TX), self._shape.num_channels
         keeps_dtype = self._shape.is_gated or self._shape.is_linear
@@ -38,5 +45,6 @@ class CpuShortConvolution:
             is_gated=self._shape.is_gated,
             is_linear=self._shape.is_linear,
             scale=weights.scale_1,
+            token_taps=token_taps_TGW,
         )
         return out_TC

@@ -14,7 +14,7 @@ from moeserve.step_inputs import StepInputs
 
 # C channels, W taps: tokens that the convolution spans, including the current one; w = W - 1
 
-MAX_TAPS = 8  # maximum number of taps that the kernels support
+MAX_TAPS = 16  # maximum number of taps that the kernels support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,21 @@ class ConvolutionWeights:
 
     taps_WC: Tensor  # the last tap multiplies the current token
     bias_C: Tensor | None
-    scale_1: Tensor | None = (
-        None  # multiplies the outputs of a linear convolution (Inkling); None: they stay as they are
-    )
+    scale_1: Tensor | None = None  # multiplies the outputs of a linear convolution (Inkling); None: they stay so
 
 
 class ShortConvolution(Protocol):
     """The convolution of one layer, with its activation or its gates."""
 
-    def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs, /) -> Tensor:
+    def __call__(
+        self,
+        input_TX: Tensor,
+        weights: ConvolutionWeights,
+        states: Tensor,
+        step: StepInputs,
+        token_taps_TGW: Tensor | None = None,
+        /,
+    ) -> Tensor:
         """Return [T, C], and update the states. The dtype is that of the input, without a gate or `is_linear` float32.
 
         Output rows outside all chunks have arbitrary finite values.
@@ -50,5 +56,7 @@ class ShortConvolution(Protocol):
         Args:
             input_TX: [T, C], or [T, 3 * C] if gated: input gates, output gates, values. Rows may be strided.
             states: [rows, w, C] in the dtype of the input: the last inputs, the oldest first; see `StateRows`.
+            token_taps_TGW: in the dtype of the input; added to the taps of the channels of G groups. The first
+                multiplies the current token. Linear convolutions only; not on GPUs.
         """
         ...

@@ -15,8 +15,16 @@ class TritonShortConvolution:
     def __init__(self, shape: ConvolutionShape) -> None:
         self._shape = shape
 
-    def __call__(self, input_TX: Tensor, weights: ConvolutionWeights, states: Tensor, step: StepInputs) -> Tensor:
+    def __call__(
+        self,
+        input_TX: Tensor,
+        weights: ConvolutionWeights,
+        states: Tensor,
+        step: StepInputs,
+        token_taps_TGW: Tensor | None = None,
+    ) -> Tensor:
         assert step.states is not None
+        assert token_taps_TGW is None
         assert not self._shape.is_linear
         return short_convolution(
             input_TX,

@@ -1,4 +1,4 @@
-"""Weighted sums of rows, GELU, and the mixing of projected and convolved heads."""
+"""Weighted sums of rows, GELU, mixing and limiting of heads, and attention to sums."""
 
 from __future__ import annotations
 

@@ -30,3 +30,17 @@ class CpuMixing:
         out_TeH = new_empty(convolved_TeH, *convolved_TeH.shape)
         self._native.mix_heads(projected_TX, convolved_TeH, temperatures_G, out_TeH)
         return out_TeH
+
+    def limit_lengths(self, heads_TNH: Tensor, limit: float, scale_NH: Tensor | None = None) -> Tensor:
+        out_TNH = new_empty(heads_TNH, *heads_TNH.shape)
+        self._native.limit_lengths(heads_TNH, scale_NH, limit, out_TNH)
+        return out_TNH
+
+    def attend_sums(
+        self, sums_TSD: Tensor, num_sums: int, update_TD: Tensor | None, *, begins: bool, queries_QD: Tensor | None
+    ) -> Tensor | None:
+        out_TQD = None
+        if queries_QD is not None:
+            out_TQD = new_empty(sums_TSD, len(sums_TSD), *queries_QD.shape)
+        self._native.attend_sums(sums_TSD, update_TD, queries_QD, out_TQD, num_sums=num_sums, begins=begins)
+        return out_TQD

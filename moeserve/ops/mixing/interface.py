@@ -1,4 +1,4 @@
-"""Operations that mix rows, or the heads of rows, as Zaya does."""
+"""Operations that mix rows, or the heads of rows, as Zaya and Inkling 2 do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# N query heads, G key heads, e = N + G heads
+# N query heads, G key heads, e = N + G heads; S sums, Q queries
+
+MAX_SUMS = 128  # maximum number of sums that are attended to
 
 
 class Affine(NamedTuple):
@@ -40,5 +42,27 @@ class Mixing(Protocol):
             projected_TX: queries and keys [T, e * H]; a view of a projection.
             convolved_TeH: contiguous.
             temperatures_G: float32.
+        """
+        ...
+
+    def limit_lengths(self, heads_TNH: Tensor, limit: float, scale_NH: Tensor | None = None) -> Tensor:
+        """Return heads, times `scale_NH` (float32), of which longer ones are scaled down to the length `limit`.
+
+        Args:
+            heads_TNH: a view of a projection.
+        """
+        ...
+
+    def attend_sums(
+        self, sums_TSD: Tensor, num_sums: int, update_TD: Tensor | None, *, begins: bool, queries_QD: Tensor | None
+    ) -> Tensor | None:
+        """Add the update to the last of `num_sums`, and return the attention [T, Q, D] of the queries to all of them.
+
+        Sums are divided by their root mean square, and are then both keys and values.
+
+        Args:
+            sums_TSD: changed in place.
+            begins: the update becomes the last sum instead.
+            queries_QD: float32; None: there is no result.
         """
         ...

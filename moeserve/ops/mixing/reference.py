@@ -9,6 +9,8 @@ from torch.nn import functional
 from moeserve.ops.mixing.interface import UNCHANGED, Affine
 
 SMALLEST_LENGTH = 2.0**-23  # of a head before it is scaled
+ADDED_LENGTH = 1e-6
+SUM_EPSILON = 1e-6
 
 
 class TorchMixing:
@@ -32,6 +34,24 @@ class TorchMixing:
         key_TGH = halves_TGnH.mean(dim=2) + convolved_TeH[:, -num_key_heads:].float()
         query_TNH, key_TGH = _scaled(query_TNH), _scaled(key_TGH) * temperatures_G[:, None]
         return torch.cat([query_TNH, key_TGH], dim=1).to(convolved_TeH.dtype)
+
+    def limit_lengths(self, heads_TNH: Tensor, limit: float, scale_NH: Tensor | None = None) -> Tensor:
+        wide_TNH = heads_TNH.float() if scale_NH is None else heads_TNH.float() * scale_NH
+        lengths = wide_TNH.norm(dim=-1, keepdim=True)
+        return (wide_TNH * (limit / (lengths + ADDED_LENGTH)).clamp(max=1.0)).to(heads_TNH.dtype)
+
+    def attend_sums(
+        self, sums_TSD: Tensor, num_sums: int, update_TD: Tensor | None, *, begins: bool, queries_QD: Tensor | None
+    ) -> Tensor | None:
+        last_TD = sums_TSD[:, num_sums - 1]
+        if update_TD is not None:
+            last_TD.copy_(update_TD if begins else last_TD + update_TD)
+        if queries_QD is None:
+            return None
+        wide_TSD = sums_TSD[:, :num_sums].float()
+        normed_TSD = wide_TSD * (wide_TSD.square().mean(dim=-1, keepdim=True) + SUM_EPSILON).rsqrt()
+        weights_TQS = ((queries_QD * queries_QD.shape[1] ** -0.5) @ normed_TSD.transpose(1, 2)).softmax(dim=-1)
+        return (weights_TQS @ normed_TSD).to(sums_TSD.dtype)
 
 
 def _applied(x_TD: Tensor, function: Affine) -> Tensor:

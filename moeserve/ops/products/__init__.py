@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Generic, TypeVar
 
 from moeserve.ops.backend import Backend, Implementation, choose
-from moeserve.ops.products.cpu import CpuGroupedProduct, CpuHeadProduct, CpuPacking, CpuProduct
+from moeserve.ops.products.cpu import CpuGroupedProduct, CpuHeadProduct, CpuProduct
 from moeserve.ops.products.interface import GroupedProduct, HeadProduct, OpenWeights, PackedWeights, Product
 from moeserve.ops.products.reference import TorchGroupedProduct, TorchHeadProduct, TorchProduct
 
@@ -25,11 +25,6 @@ class Kind(Generic[AnyProduct]):
     def make(self, backend: Backend, weights: OpenWeights) -> AnyProduct:
         """Return the product of open weights."""
         return choose(self.table, backend, weights)
-
-
-def make_packing(backend: Backend) -> CpuPacking | None:
-    """Return the packing of weights for kernels that read them in another order; None: products read open weights."""
-    return None if backend.native is None else CpuPacking(backend.native)
 
 
 def _triton(backend: Backend, weights: OpenWeights) -> Product:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,12 +13,22 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, is_measured
-from moeserve.ops.products.interface import Gather, OpenWeights, PackedFormat, PackedWeights, RowGroups
+from moeserve.ops.products.interface import (
+    Gather,
+    GgufRows,
+    InputChunks,
+    OpenWeights,
+    PackedFormat,
+    PackedWeights,
+    RowGroups,
+)
 from moeserve.ops.rows.activations import kernel_arguments
 
 # C columns: the outputs, or half as many after a gated activation
 
+LARGE_PAGE_BYTES = 2**21
 MIN_LARGE_PAGES_BYTES = 2**22
+SHARED_BYTES = 2**25  # memory that smaller weights share
 
 
 def native_weights(native: ModuleType, packed: PackedWeights) -> Any:
@@ -25,7 +38,7 @@ def native_weights(native: ModuleType, packed: PackedWeights) -> Any:
     the number of threads.
     """
     return native.PackedWeights(
-        packed.format,
+        packed.gguf_rows[0].format if packed.format == "gguf" else packed.format,
         packed.panels,
         packed.num_outputs,
         packed.num_inputs,
@@ -39,7 +52,9 @@ class CpuProduct:
     """A `Product` in C++."""
 
     def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
-        self._weights = native_weights(native, packed)
+        self._parts = [
+            (native_weights(native, part), start, start + part.num_columns) for start, part in _parts_of(native, packed)
+        ]
         self._num_columns, self._keeps_float32 = packed.num_columns, packed.keeps_float32
 
     def multiply(self, input_TI: Tensor) -> Tensor:
@@ -47,7 +62,8 @@ class CpuProduct:
         output_TC = new_empty(input_TI, len(input_TI), self._num_columns, dtype=dtype)
         if is_measured():
             return output_TC.zero_()
-        self._weights.multiply(input_TI, output_TC)
+        for weights, start, stop in self._parts:
+            weights.multiply(input_TI, output_TC[:, start:stop])
         return output_TC
 
 
@@ -61,13 +77,14 @@ class CpuGroupedProduct:
     def multiply(
         self, rows_RI: Tensor, groups: RowGroups, gather: Gather | None = None, out_RC: Tensor | None = None
     ) -> Tensor:
-        assert gather is None, "these kernels take gathered rows"
+        indices_R, divisor = gather or (None, 1)
         if out_RC is None:
             dtype = torch.float32 if self._keeps_float32 else rows_RI.dtype
-            out_RC = new_empty(rows_RI, len(rows_RI), self._num_columns, dtype=dtype)
+            num_rows = len(rows_RI) if indices_R is None else len(indices_R)
+            out_RC = new_empty(rows_RI, num_rows, self._num_columns, dtype=dtype)
         if is_measured():
             return out_RC.zero_()
-        self._weights.multiply_rows(rows_RI, groups.counts_e, groups.has_spare_rows, out_RC)
+        self._weights.multiply_rows(rows_RI, groups.counts_e, groups.has_spare_rows, out_RC, indices_R, divisor)
         return out_RC
 
     def multiply_slots(self, slots_eSI: Tensor, groups: RowGroups) -> Tensor:
@@ -93,11 +110,33 @@ class CpuHeadProduct:
         return out_TeC
 
 
+def _parts_of(native: ModuleType, packed: PackedWeights) -> Iterator[tuple[int, PackedWeights]]:
+    """Yield the first output and the weights of each part that has a type of GGUF of its own, or all weights."""
+    if len({rows.format for rows in packed.gguf_rows}) < 2:
+        yield 0, packed
+        return
+    first, packing, panels_eB = 0, CpuPacking(native), packed.panels
+    for rows in packed.gguf_rows:
+        size, end = packing.num_gguf_bytes([rows], packed.num_inputs, packed.chunks), first + rows.num_rows
+        yield (
+            first,
+            replace(
+                packed,
+                panels=panels_eB[:, :size],
+                num_outputs=rows.num_rows,
+                bias_eO=None if packed.bias_eO is None else packed.bias_eO[:, first:end],
+                gguf_rows=(rows,),
+            ),
+        )
+        first, panels_eB = end, panels_eB[:, size:]
+
+
 class CpuPacking:
     """The packing of open weights in the order in which the C++ kernels read them."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
+        self._shared_B = torch.empty(0, dtype=torch.uint8)  # the rest of the memory that small weights share
 
     def supports(self, weights: OpenWeights) -> bool:
         has_format = weights.weight_eOI.dtype in NATIVE_DTYPES or weights.is_mxfp4
@@ -106,8 +145,38 @@ class CpuPacking:
     def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
         """Return the bytes of each packed weight."""
         num_outputs, num_inputs = weights.weight_eOI.shape[1], weights.num_inputs
+        if packed_format == "gguf":
+            return self.num_gguf_bytes(weights.gguf_rows, num_inputs, weights.chunks)
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
         return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts, chunk_inputs))
+
+    def num_gguf_bytes(self, rows: Iterable[GgufRows], num_inputs: int, chunks: InputChunks | None) -> int:
+        """Return the bytes of rows in types of GGUF."""
+        size = None if chunks is None else chunks.size
+        return sum(int(self._native.packed_bytes(each.format, each.num_rows, num_inputs, 1, size)) for each in rows)
+
+    def pack_gguf(self, weights: OpenWeights, panels_B: Tensor, row: int, stored_RB: Tensor, first_input: int) -> bool:
+        """Pack rows of one weight, from `row` on, into its panels. Return False if a scale is not finite.
+
+        Args:
+            row: a multiple of PANEL_ROWS after the first row of its type.
+            stored_RB: blocks as the file stores them.
+            first_input: the inputs of the first block that are left out.
+        """
+        start, first = 0, 0
+        for rows in weights.gguf_rows:
+            if row < first + rows.num_rows:
+                break
+            start += self.num_gguf_bytes([rows], weights.num_inputs, weights.chunks)
+            first += rows.num_rows
+        if row > first:
+            start += self.num_gguf_bytes([GgufRows(rows.format, row - first)], weights.num_inputs, weights.chunks)
+        size = self.num_gguf_bytes([GgufRows(rows.format, len(stored_RB))], weights.num_inputs, weights.chunks)
+        chunk_inputs = None if weights.chunks is None else weights.chunks.size
+        panels_B = panels_B[start : start + size]
+        return bool(
+            self._native.pack_gguf(rows.format, stored_RB, first_input, weights.num_inputs, panels_B, chunk_inputs)
+        )
 
     def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
         """Return True if packed weights have the size and number format of the open ones."""
@@ -141,3 +210,15 @@ class CpuPacking:
         if memory.nbytes >= MIN_LARGE_PAGES_BYTES:
             self._native.advise_large_pages(memory)
         return memory
+
+    def allocate_sharing_pages(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Do the same, where small weights share large pages. The memory of a page is freed with its last weight."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or num_bytes >= MIN_LARGE_PAGES_BYTES:
+            return self.allocate_weights(shape, dtype, device)
+        padded = -(-num_bytes // 64) * 64  # cache lines
+        if padded > len(self._shared_B):
+            memory = self.allocate_weights((SHARED_BYTES + LARGE_PAGE_BYTES,), torch.uint8, device)
+            self._shared_B = memory[-memory.data_ptr() % LARGE_PAGE_BYTES :][:SHARED_BYTES]
+        own_B, self._shared_B = self._shared_B[:num_bytes], self._shared_B[padded:]
+        return own_B.view(dtype).view(shape)

@@ -42,6 +42,19 @@ class InputChunks:
     keeps_float32: bool  # results are not rounded, because they are logits, or partial sums that the ranks add
 
 
+GgufFormat = Literal["q8_0", "q4_k", "q5_k", "q6_k", "iq4_xs", "q5_0"]
+GGUF_GROUP = 32  # inputs at whose multiples a type of GGUF can be cut
+PANEL_ROWS = 32  # outputs of a panel, at whose multiples rows can be packed one after another
+
+
+@dataclass(frozen=True)
+class GgufRows:
+    """Rows of a weight in a type of GGUF."""
+
+    format: GgufFormat
+    num_rows: int
+
+
 @dataclass(frozen=True)
 class OpenWeights:
     """Weights [e, O, I] in the row-major layout of checkpoints, not packed.
@@ -59,6 +72,7 @@ class OpenWeights:
     # [e, O, G] float16: a scale for each INT4_GROUP inputs. Weights that are integers times these scales, with fewer
     # than 16 distinct integers in a group, are packed as int4 without loss. None: packing chooses scales.
     int4_scales_eOG: Tensor | None = None
+    gguf_rows: tuple[GgufRows, ...] = ()  # types of GGUF in which the weights stay; empty: none
 
     @property
     def is_mxfp4(self) -> bool:
@@ -105,7 +119,7 @@ class GroupedProduct(Protocol):
 
         Args:
             rows_RI: the rows, or the source of `gather`.
-            gather: allowed only if `Backend.products_gather_rows`.
+            gather: on the GPU, allowed only if `Backend.products_gather_rows`.
             out_RC: memory for the results, on CPUs only; None: new memory.
         """
         ...
@@ -127,7 +141,8 @@ class HeadProduct(Protocol):
         ...
 
 
-PackedFormat = Literal["float32", "bfloat16", "int8", "int4", "mxfp4"]
+# "gguf": in the types that `gguf_rows` lists
+PackedFormat = Literal["float32", "bfloat16", "int8", "int4", "mxfp4", "gguf"]
 INT4_GROUP = 32  # inputs of int4 weights that share a scale and a zero point
 MXFP4_GROUP = 32  # inputs of weights in MXFP4 that share a scale
 
@@ -143,6 +158,7 @@ class PackedWeights:
     bias_eO: Tensor | None
     activation: Activation | None
     chunks: InputChunks | None = None
+    gguf_rows: tuple[GgufRows, ...] = ()
 
     @classmethod
     def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
@@ -155,6 +171,7 @@ class PackedWeights:
             weights.bias_eO,
             weights.activation,
             weights.chunks,
+            weights.gguf_rows,
         )
 
     @property

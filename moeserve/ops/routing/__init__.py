@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from moeserve.ops.backend import Backend, Implementation, choose
 from moeserve.ops.routing.cpu import CpuRouter, copies_by
-from moeserve.ops.routing.interface import ChooseCopies, RouterConfig, RouteTokens
+from moeserve.ops.routing.interface import ChooseCopies, RouterSpec, RouteTokens
 from moeserve.ops.routing.reference import TorchRouter, choose_expert_copies
 
 
-def make(backend: Backend, config: RouterConfig) -> RouteTokens:
+def make(backend: Backend, config: RouterSpec) -> RouteTokens:
     """Return the choice of experts by a rule."""
     return choose(TABLE, backend, config)
 
@@ -18,13 +18,13 @@ def make_copies(backend: Backend) -> ChooseCopies:
     return choose(COPIES, backend, None)
 
 
-def _triton(backend: Backend, config: RouterConfig) -> RouteTokens:
+def _triton(backend: Backend, config: RouterSpec) -> RouteTokens:
     from moeserve.ops.routing.triton import OrderedRouter, TritonRouter
 
     return OrderedRouter(config) if backend.is_batch_invariant else TritonRouter(config)
 
 
-TABLE: dict[str, Implementation[RouterConfig, RouteTokens]] = {
+TABLE: dict[str, Implementation[RouterSpec, RouteTokens]] = {
     "triton": Implementation(_triton),
     "cpu": Implementation(lambda backend, config: CpuRouter(backend.native, config)),
     "reference": Implementation(lambda backend, config: TorchRouter(config)),

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moeserve.ops.routing.interface import ChooseCopies, RouterConfig
+from moeserve.ops.routing.interface import ChooseCopies, RouterSpec
 
 # W copies of an expert at most
 
@@ -15,7 +15,7 @@ from moeserve.ops.routing.interface import ChooseCopies, RouterConfig
 class CpuRouter:
     """A `RouteTokens` in C++."""
 
-    def __init__(self, native: ModuleType, config: RouterConfig) -> None:
+    def __init__(self, native: ModuleType, config: RouterSpec) -> None:
         self._native = native
         self._top_k = config.top_k
         self._rules = config.kernel_arguments | {"tolerance": config.tolerance}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterSpec:
     """The rule by which a router computes experts and weights from logits.
 
     Scores are computed from logits. The experts with the highest score plus correction are chosen, and their scores are

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 
 # G groups of experts, e experts of a group, W copies of an expert at most
 
@@ -18,7 +18,7 @@ TINY = 1e-20  # avoids a division by zero where all weights are zero
 class TorchRouter:
     """A `RouteTokens` in plain torch."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterSpec) -> None:
         self.config = config
 
     def __call__(

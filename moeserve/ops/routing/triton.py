@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.routing.interface import RouterConfig
+from moeserve.ops.routing.interface import RouterSpec
 from moeserve.ops.routing.reference import TorchRouter
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
 from moeserve.triton_kernels.routing import MAX_WEIGHED_TOKENS, can_weigh, route
@@ -20,7 +20,7 @@ class TritonRouter:
     Its programs count arrivals in memory of this object, so calls must not overlap.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterSpec) -> None:
         self._rules: dict[str, Any] = {"top_k": config.top_k, **config.kernel_arguments}
         self._arrivals_T: Tensor | None = None
         self._reference = TorchRouter(config)
@@ -48,7 +48,7 @@ class TritonRouter:
 class OrderedRouter:
     """A batch-invariant `RouteTokens` in Triton."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterSpec) -> None:
         self._top_k = config.top_k
         self._rules = config.kernel_arguments
 

@@ -74,6 +74,19 @@ class GeGLU:
 
 
 @dataclass(frozen=True)
+class CappedSwiGLU:
+    """cap(gate, alpha) * sigmoid(gate) * cap(up, limit), where cap(x, c) is c * tanh(x / c) (Inkling 2)."""
+
+    kernel_name: ClassVar[str] = "capped_swiglu"
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        capped = self.alpha * torch.tanh(gate / self.alpha)
+        return capped * torch.sigmoid(gate) * (self.limit * torch.tanh(up / self.limit))
+
+
+@dataclass(frozen=True)
 class SquaredReLU:
     """max(up, 0) ** 2, without a gate (arXiv 2109.08668)."""
 

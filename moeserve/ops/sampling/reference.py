@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moeserve.config.devices import DEVICES
 from moeserve.step_inputs import SAMPLING_SETTINGS
 
 # W fields of SAMPLING_SETTINGS
@@ -21,8 +22,6 @@ from moeserve.step_inputs import SAMPLING_SETTINGS
 Array = npt.NDArray[Any]
 # Draw a token from each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].
 Draw = Callable[[Tensor, Array, Array], Tensor]
-# Maximum number of scores processed together in float64. On a CPU, their copies should stay in its cache.
-PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
 # Maximum number of scores processed together in float32.
 FLOAT_PIECE_SIZE = 2**24
 UNIFORMS_AT_ONCE = 32
@@ -118,7 +117,7 @@ def tokens_of(keys: Tensor) -> Tensor:
 
 def pieces(rows: Array, scores_RV: Tensor, *, in_float32: bool = False) -> Iterator[Array]:
     """Yield the rows in pieces of bounded size, measured in float64 or float32 copies, but of at least one row."""
-    size = FLOAT_PIECE_SIZE if in_float32 else PIECE_SIZE["cpu" if scores_RV.is_cpu else "cuda"]
+    size = FLOAT_PIECE_SIZE if in_float32 else DEVICES["cpu" if scores_RV.is_cpu else "cuda"].sampling_piece
     num_rows = max(1, size // scores_RV.shape[1])
     for first in range(0, len(rows), num_rows):
         yield rows[first : first + num_rows]

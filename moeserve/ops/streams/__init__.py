@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from moeserve.ops.backend import Backend, Implementation, choose
 from moeserve.ops.streams.cpu import CpuStreams
-from moeserve.ops.streams.interface import StreamKernels, StreamsConfig
+from moeserve.ops.streams.interface import StreamKernels, StreamsSpec
 from moeserve.ops.streams.reference import TorchStreams
 
-ConfigAndEpsilon = tuple[StreamsConfig, float]
+ConfigAndEpsilon = tuple[StreamsSpec, float]
 
 
-def make(backend: Backend, config: StreamsConfig, norm_epsilon: float) -> StreamKernels:
+def make(backend: Backend, config: StreamsSpec, norm_epsilon: float) -> StreamKernels:
     """Return the operations around the networks of a model."""
     return choose(TABLE, backend, (config, norm_epsilon))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moeserve.memory import new_empty
-from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
+from moeserve.ops.streams.interface import StreamsSpec, StreamsWeights
 
 # X width of all streams, C coefficients
 
@@ -16,7 +16,7 @@ from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 class CpuStreams:
     """`StreamKernels` in C++."""
 
-    def __init__(self, native: ModuleType, config: StreamsConfig, norm_epsilon: float) -> None:
+    def __init__(self, native: ModuleType, config: StreamsSpec, norm_epsilon: float) -> None:
         self._native = native
         self._config = config
         self._norm_epsilon = norm_epsilon

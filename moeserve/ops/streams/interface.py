@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamsConfig:
+class StreamsSpec:
     """The configuration of a model's residual streams."""
 
     num_streams: int

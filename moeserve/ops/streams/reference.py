@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
+from moeserve.ops.streams.interface import StreamsSpec, StreamsWeights
 
 # S streams, X = S * D, C coefficients
 
@@ -14,7 +14,7 @@ from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
 class TorchStreams:
     """`StreamKernels` in plain torch."""
 
-    def __init__(self, config: StreamsConfig, norm_epsilon: float) -> None:
+    def __init__(self, config: StreamsSpec, norm_epsilon: float) -> None:
         self.config = config
         self.norm_epsilon = norm_epsilon
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeserve.ops.streams.interface import StreamsConfig, StreamsWeights
+from moeserve.ops.streams.interface import StreamsSpec, StreamsWeights
 from moeserve.triton_kernels.hyper_connections import collapse_streams, expand_streams
 
 # X width of all streams, C coefficients
@@ -13,7 +13,7 @@ from moeserve.triton_kernels.hyper_connections import collapse_streams, expand_s
 class TritonStreams:
     """`StreamKernels` in Triton."""
 
-    def __init__(self, config: StreamsConfig, norm_epsilon: float) -> None:
+    def __init__(self, config: StreamsSpec, norm_epsilon: float) -> None:
         self._config = config
         self._norm_epsilon = norm_epsilon
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, ReadyOutput, StepLimits
 from moeserve.layers.moe.dispatch.exchange import Exchange
 from moeserve.layers.moe.placement.placement import Placement
@@ -100,7 +100,7 @@ class AllGatherDispatcher:
 
     takes_float8 = False
 
-    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
+    def __init__(self, group: GroupCoordinator, placement: Placement, context: BuildContext) -> None:
         """
         Args:
             placement: of whole experts, or of slices.

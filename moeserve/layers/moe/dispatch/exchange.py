@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import pack, share_of_pairs
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
@@ -69,7 +69,7 @@ class Exchange:
     be enough: a layer's routing depends on the layer before it.
     """
 
-    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
+    def __init__(self, group: GroupCoordinator, placement: Placement, context: BuildContext) -> None:
         """
         Args:
             placement: over the ranks of the group, or over one, if every rank computes all pairs. Only its slots per

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.placement.placement import Placement, copies_in_turn
 from moeserve.ops import routing
 from moeserve.ops.upload import uploaded
@@ -19,7 +19,7 @@ class ExpertCopies:
     See `copies_in_turn`. Tokens that are spread evenly over the ranks give every copy the same work.
     """
 
-    def __init__(self, placement: Placement, rank_in_group: int, node_of_rank: tuple[int, ...], context: ModelContext):
+    def __init__(self, placement: Placement, rank_in_group: int, node_of_rank: tuple[int, ...], context: BuildContext):
         """
         Args:
             placement: the initial one; `place` changes it.

@@ -14,7 +14,7 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.transport import TransportUnavailable
 from moeserve.errors import SettingsError
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import Dispatcher
 from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.layers.moe.placement.placement import Placement
@@ -57,7 +57,7 @@ class TorchDispatchers:
 
     name: Literal["local", "allgather", "all_to_all", "shared_memory"]
     group: GroupCoordinator
-    context: ModelContext
+    context: BuildContext
     rows: SharedRows | None = None  # of shared_memory
 
     def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher:
@@ -97,7 +97,7 @@ class DispatchShape:
 
 
 def open_dispatchers(
-    config: EngineConfig, shape: DispatchShape, group: GroupCoordinator, context: ModelContext
+    config: EngineConfig, shape: DispatchShape, group: GroupCoordinator, context: BuildContext
 ) -> DispatcherFactory:
     """Open the dispatchers that the config chooses. Collective: all ep ranks.
 

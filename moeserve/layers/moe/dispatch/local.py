@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens, ReadyOutput
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.layers.moe.placement.placement import Placement
@@ -36,7 +36,7 @@ class ReadyDispatch:
 class LocalDispatcher:
     """The dispatcher of one rank. See `Dispatcher` for the contract."""
 
-    def __init__(self, placement: Placement, context: ModelContext, load_e: Tensor | None = None) -> None:
+    def __init__(self, placement: Placement, context: BuildContext, load_e: Tensor | None = None) -> None:
         """
         Args:
             load_e: see `DispatcherFactory.make`.
@@ -60,7 +60,8 @@ class LocalDispatcher:
             tokens = PackedTokens(hidden_TD, groups, Gather(pair_of_row_R, top_k))
         else:
             pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
-            tokens = PackedTokens(self.pairs.gather(plain_rows(hidden_TD), pair_of_row_R, top_k), RowGroups(counts_e))
+            gather = Gather(pair_of_row_R, top_k)
+            tokens = PackedTokens(plain_rows(hidden_TD), RowGroups(counts_e), gather)
         combine = partial(self._combine, pair_of_row_R, routing.weights_TK, hidden_TD.dtype)
         return ReadyDispatch(Dispatched(tokens, combine, is_counted=self.load_e is not None))
 

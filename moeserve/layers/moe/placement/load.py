@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.groups import Groups
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.ops import pairs
 from moeserve.ops.upload import uploaded
@@ -31,7 +31,7 @@ NANOSECONDS = 10**9
 class ExpertLoad:
     """The rows routed to this rank's experts of one layer since the counts were last gathered."""
 
-    def __init__(self, placement: Placement, rank_in_group: int, context: ModelContext) -> None:
+    def __init__(self, placement: Placement, rank_in_group: int, context: BuildContext) -> None:
         self.placement = placement
         self.rows_e = torch.zeros(placement.num_slots[rank_in_group], dtype=torch.int64, device=context.device)
         self._pairs = pairs.make(context.backend)

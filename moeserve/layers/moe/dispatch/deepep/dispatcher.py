@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import PendingDispatch
 from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPCommunicator
 from moeserve.layers.moe.dispatch.expert_copies import ExpertCopies
@@ -27,7 +27,7 @@ class DeepEPDispatcher:
     """
 
     def __init__(
-        self, group: GroupCoordinator, placement: Placement, context: ModelContext, *, communicator: DeepEPCommunicator
+        self, group: GroupCoordinator, placement: Placement, context: BuildContext, *, communicator: DeepEPCommunicator
     ) -> None:
         """
         Args:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import Dispatched, PackedTokens
 from moeserve.layers.moe.dispatch.deepep.communicator import (
     DeepEPShape,
@@ -82,7 +82,7 @@ class ElasticCommunicator:
         deep_ep: ModuleType,
         shape: DeepEPShape,
         process_group: Any,
-        context: ModelContext,
+        context: BuildContext,
         *,
         is_deterministic: bool = True,
     ) -> None:

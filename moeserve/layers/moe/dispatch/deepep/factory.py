@@ -14,7 +14,7 @@ from torch import Tensor
 from moeserve.config.settings import DeepEPApi
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.errors import SettingsError
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape
 from moeserve.layers.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.layers.moe.dispatch.deepep.elastic import ElasticCommunicator
@@ -33,7 +33,7 @@ class DeepEPDispatchers:
 
     communicator: DeepEPCommunicator
     group: GroupCoordinator
-    context: ModelContext
+    context: BuildContext
 
     def make(self, placement: Placement, load_e: Tensor | None = None) -> DeepEPDispatcher:
         return DeepEPDispatcher(self.group, placement, self.context, communicator=self.communicator)
@@ -46,7 +46,7 @@ class DeepEPDispatchers:
 
 
 def open_deepep(
-    shape: DeepEPShape, group: GroupCoordinator, context: ModelContext, *, is_required: bool, is_deterministic: bool
+    shape: DeepEPShape, group: GroupCoordinator, context: BuildContext, *, is_required: bool, is_deterministic: bool
 ) -> DeepEPDispatchers | None:
     """Return the factory; None if another dispatcher must be used. Collective: all ep ranks.
 
@@ -98,7 +98,7 @@ def open_communicator(
     shape: DeepEPShape,
     process_group: Any,
     group: GroupCoordinator,
-    context: ModelContext,
+    context: BuildContext,
     *,
     is_deterministic: bool = True,
 ) -> DeepEPCommunicator:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.layers.context import ModelContext
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import Dispatched, PendingDispatch, SlottedTokens, pack
 from moeserve.layers.moe.dispatch.deepep.communicator import (
     DeepEPShape,
@@ -96,7 +96,7 @@ class LegacyCommunicator:
     """
 
     def __init__(
-        self, deep_ep: ModuleType, shape: DeepEPShape, process_group: Any, rank: int, context: ModelContext
+        self, deep_ep: ModuleType, shape: DeepEPShape, process_group: Any, rank: int, context: BuildContext
     ) -> None:
         """
         Args:

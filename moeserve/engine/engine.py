@@ -1,0 +1,405 @@
+"""The engine: routes requests to its replicas, receives results, detects failures, and restarts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+
+from moeserve.config.engine_config import EngineConfig
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
+from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
+from moeserve.engine.in_flight import RequestsInFlight
+from moeserve.engine.launcher import Launcher, ReplicaHandle
+from moeserve.engine.restart import restart
+from moeserve.engine.scaling import Scaling
+from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError
+from moeserve.interrupts import interrupts_allowed
+from moeserve.processes.failures import FailureReport, as_error, root_cause
+from moeserve.processes.supervision import ProcessPoll, Watched
+from moeserve.processes.wake_up import WakeUp
+from moeserve.protocol import Delivery, ReplicaStats, Request, RequestUpdate, Sample
+from moeserve.telemetry.expert_load import LoadWindow
+
+logger = logging.getLogger(__name__)
+
+# All replicas have failed if there is no message for this many `step_timeout`s. They report hung ranks earlier.
+MOST_SILENT_STEPS = 2
+
+
+def _run_in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="scaling", daemon=True).start()
+
+
+class Engine:
+    """One or more replicas, which serve the same model. An `EngineClient`.
+
+    When a process fails, all processes are terminated. By default, all requests then end with an error that names the
+    process, and further requests are refused. With on_failure="restart", new processes are started, and the requests
+    continue after the tokens that were received; with on_failure="shrink", there is one replica fewer. The restart is
+    retried for a while (`restart`), until the cluster's operator has replaced a failed node. If there are no requests,
+    the next one restarts the engine.
+
+    A change of the number of replicas works in the same way: the requests continue on another worker group
+    (`Generation`), which has loaded the model while the first one served.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        launcher: Launcher,
+        *,
+        config_of: Callable[[int], EngineConfig],
+        run_in_background: Callable[[Callable[[], None]], object] = _run_in_thread,
+    ) -> None:
+        """Start all replicas, and wait until they have loaded the model.
+
+        Args:
+            launcher: starts the replicas. It is closed after the last of them has ended.
+            config_of: returns the same settings resolved for another number of replicas, or raises SettingsError.
+            run_in_background: runs a function in another thread.
+
+        Raises:
+            CheckpointError, SettingsError: raised by a rank.
+            EngineError: a process failed, or could not be started.
+        """
+        self.config = config
+        self._launcher, self._config_of = launcher, config_of
+        self._run_in_background = run_in_background
+        self._ownership = Ownership()
+        self._wake_up = WakeUp()
+        self._undelivered: list[RequestUpdate] = []  # received, but not yet returned by `step`
+        self._loads: list[LoadWindow] = []  # not yet returned by `take_loads`
+        self._in_flight = RequestsInFlight()
+        self._awaits_load = False  # a requested window has not been received yet
+        self._last_message_s = 0.0  # time of the last message, or of the first request if later
+        self._failure = ""  # the reason why no processes run; empty while they run
+        self._is_shut_down = False
+        self._is_ending = False  # restarts are cancelled
+        self._scaling: Scaling | None = None  # the last change
+        self._is_changing_in_place = False  # no processes run during the change
+        try:
+            self._start(config)
+        except BaseException:
+            launcher.close()
+            raise
+        self.config = fit_to_cache(config, self.num_blocks)
+        log_lowered_length(config, self.config)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight or self._undelivered or self._is_scaling)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._generation.num_blocks
+
+    @property
+    def replica_stats(self) -> list[ReplicaStats]:
+        return self._generation.replica_stats
+
+    @property
+    def replicas(self) -> list[ReplicaHandle]:
+        """The replicas that serve, by dp rank."""
+        return self._generation.group.replicas
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failure)
+
+    @property
+    def refusal(self) -> str:
+        if self._failure and self.config.failure.on_failure == "end" and not self._is_changing_in_place:
+            return f"the engine has failed and takes no requests; make a new one. The failure: {self._failure}"
+        return "the engine was shut down; make a new one" if self._is_shut_down else ""
+
+    @property
+    def num_free_blocks(self) -> list[int]:
+        """The number of free KV cache blocks of each replica, as last reported. Also detects failures."""
+        self._receive()
+        return [stats.num_free_blocks for stats in self.replica_stats]
+
+    def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
+        self._require_serving()
+        require_new([request.request_id, *(sample.request_id for sample in samples)], self._in_flight.ids)
+        if not self._in_flight:
+            self._last_message_s = time.monotonic()
+        self._in_flight.send(request, samples)
+
+    def abort(self, request_id: str) -> None:
+        self._ownership.require()
+        self._in_flight.abort(request_id)
+
+    def step(self) -> list[RequestUpdate]:
+        self._ownership.require()
+        self._in_flight.wake_sleepers()
+        self._receive()
+        while True:
+            if (
+                self._failure
+                and self.config.failure.on_failure != "end"
+                and not (self._is_shut_down or self._is_ending)
+            ):
+                self._undelivered += self._resume()  # also without requests, so that the next one finds an engine
+            if self._undelivered or not self.has_work or self._wake_up.take():
+                break
+            self._receive(self._longest_wait_s)
+        updates, self._undelivered = self._undelivered, []
+        if not updates and not self._in_flight:
+            self._require_open()
+        return updates
+
+    def wake(self) -> None:
+        self._wake_up.wake()
+
+    def cancel_restart(self) -> None:
+        self._is_ending = True
+
+    def collect_load(self) -> None:
+        self._ownership.require()
+        self._receive()
+        self._require_open()
+        self._request_load()
+
+    def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        self._ownership.require()
+        was_woken = False
+        while wait and self._awaits_load:  # a periodic window may arrive before the requested one
+            self._require_open()
+            was_woken |= self._wake_up.take()  # else every wait would return at once
+            self._receive(self._longest_wait_s)
+        if was_woken:
+            self._wake_up.wake()  # restore the wake-up for the next step that waits
+        loads, self._loads = self._loads, []
+        return loads
+
+    def scale(self, data_parallel_size: int) -> Future[None]:
+        self._require_serving()
+        num_before = self.config.parallel.data_parallel_size
+        if self._is_scaling:
+            raise ScalingInProgressError(
+                f"the number of replicas is being changed already, so it cannot be changed to {data_parallel_size}; "
+                "try again when that is over"
+            )
+        if type(data_parallel_size) is int and data_parallel_size == num_before:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        config = with_limits_of(self.config, self.num_blocks, self._config_of(data_parallel_size))
+        if config.compute.device != "cpu":
+            return self._scale_in_place(config)
+        if ":" in (config.store.kv_transfer_address or ""):
+            raise SettingsError(
+                f"kv_transfer_address={config.store.kv_transfer_address!r} names a port, on which old and new replicas "
+                "would have to listen at once; start the engine with an address without a port"
+            )
+        self._scaling = Scaling(
+            lambda: Generation(config, self._launcher.start(config)),
+            self._run_in_background,
+            self._wake_up.wake,
+            num_before=num_before,
+        )
+        return self._scaling.done
+
+    def shutdown(self) -> None:
+        if self._is_shut_down or not self._ownership.is_owner:  # a fork of the owner must leave the engine alone
+            return
+        self._is_shut_down = True
+        self._undelivered += self._in_flight.end_all(error=None)
+        if self._scaling is not None:
+            self._scaling.cancel("the engine was shut down")
+        if not self._failure:
+            self._generation.shut_down()
+            self._watch_nothing()
+        if self._scaling is not None and not wait([self._scaling.done], 2 * SECONDS_TO_END).done:
+            # A background start of processes may take longer. Its resources must not be released before it has ended.
+            self._scaling.done.add_done_callback(lambda _: self._launcher.close())
+        else:
+            self._launcher.close()
+
+    @property
+    def _is_scaling(self) -> bool:
+        return self._scaling is not None and not self._scaling.is_over
+
+    def _start(self, config: EngineConfig) -> None:
+        """Start processes, wait until all replicas have loaded the model, and let them serve."""
+        generation = Generation(config, self._launcher.start(config))
+        try:
+            generation.wait_until_ready(lambda: self._is_ending)
+        except BaseException:
+            generation.end()
+            raise
+        self._let_serve(generation)
+
+    def _let_serve(self, generation: Generation) -> None:
+        """Send requests to the replicas of this generation from now on."""
+        self._generation, self.config = generation, generation.config
+        self._in_flight.generation = generation
+        self._last_message_s = time.monotonic()
+        self._watch()
+        if self._awaits_load:
+            self._request_load()
+
+    def _watch(self) -> None:
+        """Watch the processes that serve and those that load."""
+        loading = self._scaling.loading if self._scaling is not None else None
+        self._serving = dict.fromkeys(self._generation.group.members)
+        self._poll = ProcessPoll([*self._serving, *(loading.group.members if loading else ())], self._wake_up.fd)
+        self._watched_loading = loading
+
+    def _watch_nothing(self) -> None:
+        """Watch only the wake-up: file descriptors of terminated processes would end every wait at once."""
+        self._poll = ProcessPoll([], self._wake_up.fd)
+
+    def _advance_scaling(self) -> None:
+        """If a new generation is ready, let it serve: requests continue there, and the old generation is ended."""
+        if self._scaling is None:
+            return
+        new, old = self._scaling.advance(), self._generation
+        if new is not None:
+            self._let_serve(new)
+            self._undelivered += self._in_flight.continue_all()
+            self._scaling.retire(old)
+            logger.info("the engine has %d replica(s) now, instead of %d", len(new.index_of), len(old.index_of))
+        elif self._scaling.loading is not self._watched_loading:
+            self._watch()
+
+    def _scale_in_place(self, config: EngineConfig) -> Future[None]:
+        """End the serving processes before others are started, because the devices cannot hold both."""
+        done: Future[None] = Future()
+        running = self.config
+        self._generation.shut_down()
+        self._failure = "the change of the number of replicas was interrupted"
+        self._is_changing_in_place = True
+        try:
+            with interrupts_allowed():
+                self._start(config)
+            self._failure = ""
+            self._undelivered += self._in_flight.continue_all()
+            done.set_result(None)
+        except (EngineError, ValueError, OSError) as error:
+            self._failure = f"the number of replicas stays {running.parallel.data_parallel_size}: {error}"
+            refusal = ScaleError(self._failure)
+            refusal.__cause__ = error
+            self._undelivered += self._resume(running)
+            done.set_exception(refusal)
+        finally:
+            self._is_changing_in_place = False
+        return done
+
+    def _request_load(self) -> None:
+        self._awaits_load = True
+        self._in_flight.collect_load()
+
+    def _restart(self, config: EngineConfig) -> None:
+        """Start new processes, and retry until the resources for them are available.
+
+        Raises:
+            EngineError: the resources are not available in time.
+        """
+        restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
+        self._failure = ""
+
+    def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
+        """Return the config to restart with: with on_failure="shrink", that of the next smaller possible size."""
+        for smaller in (
+            range(config.parallel.data_parallel_size - 1, 0, -1) if config.failure.on_failure == "shrink" else ()
+        ):
+            try:
+                return with_limits_of(self.config, self.num_blocks, self._config_of(smaller))
+            except (SettingsError, EngineError) as error:
+                logger.warning("the engine cannot have %d replica(s): %s", smaller, error)
+        return config
+
+    @property
+    def _longest_wait_s(self) -> float:
+        return SECONDS_BETWEEN_LOOKS if self._is_scaling else self.config.failure.step_timeout
+
+    def _receive(self, timeout_s: float = 0.0, *, only_failures: bool = False) -> None:
+        """Handle all updates that have arrived, after waiting for the first. A failure ends requests or resumes them.
+
+        Other replicas detect a replica that hangs. If all are silent, this method does.
+
+        Args:
+            only_failures: leave updates for the next call.
+        """
+        if timeout_s:
+            self._in_flight.wake_sleepers()
+        ready = self._poll.ready(timeout_s)
+        if not self._failure and not self._is_shut_down:
+            self._undelivered += [] if only_failures else self._received(ready)
+            self._advance_scaling()
+            group = self._generation.group
+            silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
+            has_failed = any(process in self._serving and process.failures() for process in ready)
+            is_silent = silent_s > MOST_SILENT_STEPS * self.config.failure.step_timeout
+            if has_failed or (is_silent and not group.reports_hangs and not only_failures):
+                silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
+                cause = root_cause(group.collect_failures() or [silence])
+                self._undelivered += self._received(group.replicas)
+                self._generation.end()
+                self._watch_nothing()
+                self._fail(str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight")))
+        if self._failure and self._in_flight:  # also if a Ctrl-C has interrupted a restart
+            self._undelivered += self._resume()
+
+    def _fail(self, error: str) -> None:
+        """End the requests that cannot be resumed after a failure of the engine."""
+        self._failure = error
+        if self._scaling is not None:
+            self._scaling.cancel(error)
+        self._undelivered += self._in_flight.end_after_failure(
+            error, may_resume=self.config.failure.on_failure != "end"
+        )
+
+    def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
+        """Restart, and resend all requests with the tokens that were received. Return the ends of aborted requests.
+
+        Args:
+            config: the config of the new processes; None: the one that follows from `on_failure`.
+        """
+        logger.warning("the engine is restarted, and its requests continue. The failure: %s", self._failure)
+        try:
+            self._restart(config or self._config_after_failure(self.config))
+        except EngineError as error:
+            self._failure = str(error)
+            return self._in_flight.end_all(error=self._failure)
+        return self._in_flight.continue_all()
+
+    def _received(self, ready: Iterable[Watched]) -> list[RequestUpdate]:
+        """Return the updates sent by these members of worker groups."""
+        updates: list[RequestUpdate] = []
+        for member in ready:
+            index = self._generation.index_of.get(member)
+            if index is None:  # not a replica of this generation: only its failure matters
+                continue
+            for message in self._generation.group.replicas[index].receive():
+                assert isinstance(message, Delivery), message
+                self._last_message_s = time.monotonic()
+                self.replica_stats[index] = message.stats
+                self._generation.router.note_free_blocks(index, message.stats.num_free_blocks)
+                self._loads += [] if message.load is None else [message.load]
+                self._awaits_load &= not message.answers
+                updates += self._in_flight.live_updates(message.updates)
+        return updates
+
+    def _require_serving(self) -> None:
+        """Restart the engine if it has failed and may be restarted.
+
+        Raises:
+            EngineError: the engine refuses requests.
+        """
+        self._ownership.require()
+        self._receive(only_failures=True)  # a local replica must not plan a request before the others that are added
+        if self._failure and not self.refusal:
+            self._awaits_load = False  # the waiting call has raised
+            self._restart(self._config_after_failure(self.config))
+        self._require_open()
+
+    def _require_open(self) -> None:
+        if self.refusal:
+            raise EngineError(self.refusal)
+        if self._failure:
+            raise EngineError(f"the engine has failed, and the next request restarts it. The failure: {self._failure}")

@@ -1,0 +1,86 @@
+"""The interfaces between an engine and its replicas, wherever they run, and `WorkerGroup`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from moeserve.config.engine_config import EngineConfig
+from moeserve.engine.protocol import FromReplica
+from moeserve.processes.failures import FailureReport
+from moeserve.processes.supervision import SECONDS_TO_COLLECT, Watched, WatchedProcess, collect_failures, end_all
+from moeserve.protocol import ReplicaMessage
+
+
+class ReplicaHandle(Watched, Protocol):
+    """One replica as the engine sees it: `LocalReplica` in this process, or a `WatchedProcess` on any host."""
+
+    def send(self, message: ReplicaMessage) -> None:
+        """Send a message without waiting."""
+        ...
+
+    def receive(self) -> list[FromReplica]:
+        """Return what has arrived since the last call, without waiting."""
+        ...
+
+
+class WorkerGroup:
+    """The replicas of an engine, and their processes. They are started together and ended together."""
+
+    def __init__(
+        self,
+        replicas: Sequence[ReplicaHandle] = (),
+        *,
+        seconds_to_collect: float = SECONDS_TO_COLLECT,
+        release: Callable[[], None] = lambda: None,
+        reports_hangs: bool = False,
+    ) -> None:
+        """
+        Args:
+            replicas: those that have started; others are appended.
+            seconds_to_collect: how long consequences of a failure may be noticed before its cause.
+            release: frees what the processes have used, once they have ended.
+            reports_hangs: True if a replica that hangs fails by itself, so that silence is no sign of a failure.
+        """
+        self.replicas: list[ReplicaHandle] = list(replicas)  # by dp rank
+        self.ranks: list[WatchedProcess[Any]] = []  # those that no replica watches
+        self.reports_hangs = reports_hangs
+        self._seconds_to_collect = seconds_to_collect
+        self._release = release
+        self._owner = os.getpid()
+
+    @property
+    def members(self) -> list[Watched]:
+        return [*self.ranks, *self.replicas]
+
+    @property
+    def has_failed(self) -> bool:
+        return any(member.failures() for member in self.members)
+
+    def collect_failures(self) -> list[FailureReport]:
+        """Return all failures that are known soon after the first sign of one."""
+        return collect_failures(self.members, seconds=self._seconds_to_collect)
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Wait for the processes to exit, then kill those that have not. None is left. May be called twice."""
+        if os.getpid() == self._owner:  # a fork of the owner must leave them alone
+            end_all(self.replicas, patience_s=patience_s)
+            end_all(self.ranks)
+            self._release()
+
+
+class Launcher(Protocol):
+    """Starts the replicas of an engine: `ThreadLauncher`, `ProcessLauncher` or `RayLauncher`."""
+
+    def start(self, config: EngineConfig) -> WorkerGroup:
+        """Start all replicas. They may still be loading the model when this returns.
+
+        Raises:
+            CheckpointError, SettingsError, EngineError: they cannot be started.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the resources that all worker groups share, after the last group has ended."""
+        ...

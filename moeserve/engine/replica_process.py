@@ -1,0 +1,137 @@
+"""The process of one replica's engine. It only schedules: the replica's ranks are separate processes."""
+
+from __future__ import annotations
+
+import select
+import time
+
+from moeserve.engine.base import new_replica
+from moeserve.engine.driver import Driver
+from moeserve.engine.protocol import Ready
+from moeserve.errors import EngineError
+from moeserve.executor.base import Executor
+from moeserve.executor.multiproc import MultiprocExecutor, start_ranks
+from moeserve.processes.channel import Channel
+from moeserve.processes.child import Parent
+from moeserve.protocol import Delivery, ReplicaMessage, ReplicaStats, Shutdown, Wake
+from moeserve.scheduling.replica import Replica
+from moeserve.worker.protocol import RankStart
+
+# The longest sleep of an idle replica between agreements with the other replicas, in seconds.
+HEARTBEAT_S = 1.0
+
+
+def run(parent: Parent) -> None:
+    """Serve one replica on this host until all replicas have agreed to shut down."""
+    first_rank = parent.config(RankStart)
+    ranks = start_ranks(first_rank)
+    parent.adopt(ranks)
+    channel = parent.channel(ReplicaMessage)
+    executor = MultiprocExecutor(ranks, first_rank.config)
+    serve(channel, first_rank, executor)
+    executor.shutdown()
+
+
+def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor) -> None:
+    """Report that the model is loaded, and serve until all replicas have agreed to shut down.
+
+    Args:
+        start: the start message of the replica's first rank.
+
+    Raises:
+        EngineError: a rank, another replica or the user's process has failed.
+    """
+    config = start.config
+    replica = new_replica(config, executor.loaded, start.dp_index)
+    channel.send(Ready(executor.loaded[0].num_blocks))
+    client = ClientConnection(channel, config.schedule.max_concurrent_batches)
+    drive(replica, client, executor, config.failure.step_timeout)
+
+
+def drive(replica: Replica, client: ClientConnection, executor: Executor, step_timeout_s: float) -> None:
+    """Run a replica's loop until all replicas have agreed to shut down.
+
+    Raises:
+        EngineError: a rank, another replica or the user's process has failed.
+        StepTimeoutError: the ranks have not finished a step in time.
+    """
+    driver = Driver(replica, executor, client.deliver, step_timeout_s)
+    while driver.wait is not None:
+        events = driver.events(client.receive())
+        if not events:
+            poll = select.poll()
+            client.register(poll)
+            executor.register(poll)
+            timeout_s = step_timeout_s if driver.has_rounds else client.sleep_s(heartbeat=driver.wait.heartbeat)
+            poll.poll(None if timeout_s is None else timeout_s * 1000)
+            events = driver.events(client.receive())
+        driver.handle(events, client.deliver)
+
+
+class ClientConnection:
+    """The connection of an engine process to the user's process."""
+
+    def __init__(self, channel: Channel[ReplicaMessage], max_rounds: int) -> None:
+        """
+        Args:
+            max_rounds: most rounds of a replica in flight.
+        """
+        self._channel = channel
+        self._max_rounds = max_rounds
+        self._num_sleeps_skipped = 0  # number of coming sleeps to skip
+        self._is_ending = False
+        self._last_load: tuple[int, int, int] | None = None  # as last delivered
+        self._last_idle_steps = 0
+        self._last_delivery_s = 0.0
+
+    def register(self, poll: select.poll) -> None:
+        """Register the file descriptor that becomes ready when `receive` has work to do."""
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0))
+
+    def receive(self) -> list[ReplicaMessage]:
+        """Return the messages that have arrived, and send pending data.
+
+        Raises:
+            EngineError: the user's process has exited.
+        """
+        messages = self._channel.receive(0.0)
+        if self._channel.is_closed:
+            raise EngineError("the user's process has ended")
+        self._is_ending |= any(isinstance(message, Shutdown) for message in messages)
+        if any(isinstance(message, Wake) for message in messages):
+            self._num_sleeps_skipped = self._max_rounds
+        return messages
+
+    def sleep_s(self, *, heartbeat: bool) -> float | None:
+        """Return the maximum time that an idle replica may sleep. None: no limit.
+
+        After a wake-up, a replica skips as many sleeps as there may be rounds in flight. The replica with the new
+        request may have sent rounds before the request arrived; these end idle, and only the round after them has the
+        request. After `Shutdown` the replica does not sleep at all, because the other replicas are about to receive it
+        too.
+        """
+        if not heartbeat:
+            return None
+        if self._num_sleeps_skipped:
+            self._num_sleeps_skipped -= 1
+            return 0.0
+        return 0.0 if self._is_ending else HEARTBEAT_S
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up.
+
+        While requests run, a delivery is sent at intervals in any case: a long prompt has no updates for many steps,
+        and the user's process would take the silence for a failure. The same applies while only other replicas have
+        requests, so that metrics stay current.
+        """
+        stats, now = delivery.stats, time.monotonic()
+        load, num_idle_steps = _load_of(stats), stats.steps.num_idle_steps
+        takes_part = stats.num_running > 0 or num_idle_steps != self._last_idle_steps
+        is_due = takes_part and now - self._last_delivery_s > HEARTBEAT_S
+        if delivery.updates or delivery.load or load != self._last_load or is_due:
+            self._channel.send(delivery)
+            self._last_load, self._last_idle_steps, self._last_delivery_s = load, num_idle_steps, now
+
+
+def _load_of(stats: ReplicaStats) -> tuple[int, int, int]:
+    return stats.num_free_blocks, stats.num_waiting, stats.num_running

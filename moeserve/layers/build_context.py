@@ -1,0 +1,59 @@
+"""The facts that all layers of one rank's model share."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moeserve.config.settings import QuantizationName
+from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.distributed.groups import Groups
+from moeserve.ops.backend import Backend
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """The backend, groups, dtype and device with which the layers of one rank are built."""
+
+    backend: Backend
+    groups: Groups
+    dtype: torch.dtype
+    device: torch.device
+    quantization: QuantizationName | None = None
+    has_float8_cache: bool = False  # of keys and values
+    block_size: int = 16  # tokens of a block of the KV cache
+    max_model_len: int = 0  # of requests, which chooses one of LongRoPE's scalings
+    has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if operations compute the same bytes for a token in any batch."""
+        return self.backend.is_batch_invariant
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype to which partial sums of chunks are rounded; None: there are none (`GroupCoordinator`)."""
+        return self.dtype if self.is_batch_invariant else None
+
+    @property
+    def tp(self) -> GroupCoordinator:
+        """The ranks that share attention heads, dense networks and the vocabulary."""
+        return self.groups.tp
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Return memory for a weight that a checkpoint will fill, in the model's dtype unless another is given."""
+        dtype = dtype or self.dtype
+        if self.has_memory and self.quantization is None:
+            memory = self.backend.allocate_weights(shape, dtype, self.device)
+        elif self.has_memory:  # quantised weights replace this one, which is then freed: it must not share pages
+            memory = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            memory = torch.empty(shape, dtype=dtype, device="meta")
+        return nn.Parameter(memory, requires_grad=False)
+
+    def without_memory(self) -> BuildContext:
+        """Return a context for a model whose parameters have no memory yet."""
+        return dataclasses.replace(self, has_memory=False)

@@ -1,0 +1,1 @@
+"""Grouped-query attention to positions that an indexer chooses."""

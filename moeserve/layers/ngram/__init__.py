@@ -1,0 +1,1 @@
+"""Embeddings of the last few tokens, added to all residual streams."""
