@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 #include <sys/mman.h>
 
 #include <optional>
@@ -22,20 +23,21 @@ namespace moeserve {
 namespace {
 
 WeightFormat format_of_name(const std::string& name) {
-  if (name == "float32") return WeightFormat::kFloat32;
-  if (name == "bfloat16") return WeightFormat::kBFloat16;
-  if (name == "int8") return WeightFormat::kInt8;
-  if (name == "int4") return WeightFormat::kInt4;
-  if (name == "mxfp4") return WeightFormat::kMxfp4;
-  if (name == "q8_0") return WeightFormat::kQ8_0;
-  if (name == "q4_k") return WeightFormat::kQ4_K;
-  if (name == "q5_k") return WeightFormat::kQ5_K;
-  if (name == "q6_k") return WeightFormat::kQ6_K;
-  if (name == "iq4_xs") return WeightFormat::kIQ4_XS;
-  if (name == "q5_0") return WeightFormat::kQ5_0;
-  refuse("'" + name +
-         "' is no format of packed weights; expected float32, bfloat16, int8, int4, mxfp4, q8_0, q4_k, q5_k, q6_k, "
-         "iq4_xs or q5_0");
+  std::string names;
+  for (int i = 0; i < kNumFormats; ++i) {
+    if (name == kFormats[i].name) return static_cast<WeightFormat>(i);
+    names += (i == 0 ? "" : (i == kNumFormats - 1 ? " or " : ", ")) + std::string(kFormats[i].name);
+  }
+  refuse("'" + name + "' is no format of packed weights; expected " + names);
+}
+
+// Return the names of the formats that are packed from stored codes.
+std::vector<std::string> stored_formats() {
+  std::vector<std::string> names;
+  for (const FormatTraits& traits : kFormats) {
+    if (traits.is_stored()) names.emplace_back(traits.name);
+  }
+  return names;
 }
 
 Activation activation_of_name(const std::string& name) {
@@ -71,7 +73,7 @@ int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num
            "] cannot be packed in " + std::to_string(num_parts) + " parts");
   }
   const InputChunks chunks = chunks_of(num_inputs, chunk_inputs);
-  if (known >= WeightFormat::kQ8_0 && (num_inputs % kInputGroup != 0 || chunks.chunk_inputs % kInputGroup != 0)) {
+  if (traits_of(known).is_stored() && (num_inputs % kInputGroup != 0 || chunks.chunk_inputs % kInputGroup != 0)) {
     refuse("weights in " + format + " have whole groups of 32 inputs, not " + std::to_string(num_inputs) +
            " inputs in chunks of " + std::to_string(chunks.chunk_inputs));
   }
@@ -89,9 +91,8 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   const InputChunks chunks = chunks_of(weight.size(1), chunk_inputs);
   check_shape("panels", panels, {bytes});
   const WeightFormat known = format_of_name(format);
-  const bool keeps_type = known == WeightFormat::kFloat32 || known == WeightFormat::kBFloat16;
-  if (known >= WeightFormat::kMxfp4)
-    refuse("weights are packed as " + format + " from codes: see pack_mxfp4, pack_gguf");
+  const bool keeps_type = !is_quantized(known);
+  if (traits_of(known).is_stored()) refuse("weights are packed as " + format + " from codes: see pack_stored");
   if (keeps_type && (known == WeightFormat::kFloat32) != (weight.type == ElementType::kFloat32)) {
     refuse("weight is not of type " + format);
   }
@@ -117,42 +118,42 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   }
 }
 
-// Pack a weight in MXFP4 as a checkpoint stores it: codes [outputs, inputs / 2], scales [outputs, inputs / 32].
-void pack_stored_mxfp4(const Tensor& codes, const Tensor& scales, const Tensor& panels, int64_t num_parts) {
-  check_dims("scales", scales, 2);
-  const int64_t num_outputs = scales.size(0), num_inputs = scales.size(1) * kInputGroup;
-  check_array("codes", codes, {num_outputs, num_inputs / 2}, ElementType::kUInt8, "uint8");
-  check_array("scales", scales, {num_outputs, num_inputs / kInputGroup}, ElementType::kUInt8, "uint8");
-  const int64_t bytes = packed_bytes("mxfp4", num_outputs, num_inputs, num_parts, std::nullopt);
-  check_array("panels", panels, {bytes}, ElementType::kUInt8, "uint8");
-  const int64_t rows = num_outputs / num_parts;
-  const nb::gil_scoped_release released;
-  for (int64_t part = 0; part < num_parts; ++part) {
-    pack_mxfp4(static_cast<const uint8_t*>(codes.data) + part * rows * num_inputs / 2,
-               static_cast<const uint8_t*>(scales.data) + part * rows * num_inputs / kInputGroup, rows, num_inputs,
-               static_cast<char*>(panels.data) + part * (bytes / num_parts));
-  }
-}
-
-// Pack rows [outputs, bytes] of a weight in a type of GGUF, without the first `first_input` inputs of their first
-// block. Return false if a scale is not finite.
-bool pack_stored_gguf(const std::string& format, const Tensor& rows, int64_t first_input, int64_t num_inputs,
-                      const Tensor& panels, std::optional<int64_t> chunk_inputs) {
-  check_dims("rows", rows, 2);
-  check_type("rows", rows, ElementType::kUInt8, "uint8");
-  check_contiguous("rows", rows, 1);
+// Pack a weight of `num_inputs` from the codes [outputs, bytes] of a checkpoint, without the first `first_input` inputs
+// of their first block. `scales` [outputs, units of inputs] are needed if they are stored beside the codes. Return
+// false if a scale is not finite.
+bool pack_stored(const std::string& format, const Tensor& codes, const Tensor& panels, int64_t num_inputs,
+                 int64_t num_parts, std::optional<int64_t> chunk_inputs, const std::optional<Tensor>& scales,
+                 int64_t first_input) {
+  check_dims("codes", codes, 2);
+  check_type("codes", codes, ElementType::kUInt8, "uint8");
+  check_contiguous("codes", codes, 1);
   const WeightFormat known = format_of_name(format);
+  const FormatTraits& traits = traits_of(known);
   const InputChunks chunks = chunks_of(num_inputs, chunk_inputs);
-  check_array("panels", panels, {packed_bytes(format, rows.size(0), num_inputs, 1, chunk_inputs)}, ElementType::kUInt8,
-              "uint8");
-  if (known < WeightFormat::kQ8_0 || rows.size(1) != gguf_row_bytes(known, first_input + num_inputs) ||
-      first_input < 0 || first_input % panel_unit(known, chunks.chunk_inputs).inputs != 0) {
-    refuse("rows of shape " + shape_text(rows) + " from input " + std::to_string(first_input) + " on are not " +
+  const int64_t bytes = packed_bytes(format, codes.size(0), num_inputs, num_parts, chunk_inputs);
+  check_array("panels", panels, {bytes}, ElementType::kUInt8, "uint8");
+  const int64_t unit = panel_unit(known, chunks.chunk_inputs).inputs;
+  if (!traits.is_stored() || first_input < 0 || first_input % unit != 0 ||
+      codes.size(1) != stored_row_bytes(known, first_input + num_inputs)) {
+    refuse("codes of shape " + shape_text(codes) + " from input " + std::to_string(first_input) + " on are not " +
            std::to_string(num_inputs) + " inputs in " + format);
   }
+  const bool needs_scales = traits.scale_type != ElementType::kOther;
+  if (needs_scales != scales.has_value()) refuse(format + (needs_scales ? " needs scales" : " takes no scales"));
+  const int64_t num_scales = padded_inputs(known, chunks) / unit;
+  if (needs_scales) check_array("scales", *scales, {codes.size(0), num_scales}, traits.scale_type, "the format's");
+  const int64_t rows = codes.size(0) / num_parts;
+  const int64_t scale_bytes = needs_scales ? rows * num_scales * element_bytes(traits.scale_type) : 0;
   const nb::gil_scoped_release released;
-  const GgufRows stored{static_cast<const uint8_t*>(rows.data), rows.strides[0], rows.size(0), first_input};
-  return pack_gguf(known, stored, chunks, static_cast<char*>(panels.data));
+  bool is_finite = true;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const char* own_scales = needs_scales ? static_cast<const char*>(scales->data) + part * scale_bytes : nullptr;
+    const StoredRows stored{numbers<uint8_t>(codes) + part * rows * codes.strides[0], codes.strides[0], rows,
+                            first_input, own_scales};
+    char* target = static_cast<char*>(panels.data) + part * (bytes / num_parts);
+    is_finite &= traits.pack_stored(known, stored, chunks, target);
+  }
+  return is_finite;
 }
 
 // Request huge pages for memory that has not been used yet: they are faster to allocate and to address.
@@ -259,8 +260,9 @@ class PackedWeights {
     check_contiguous("input", input, input.num_dims - 1);
     check_contiguous("output", output, output.num_dims - 1);
     if (bias_) check_type("input", input, bias_->type, "bias'");
-    if (product_.format == WeightFormat::kBFloat16) check_type("input", input, ElementType::kBFloat16, "bfloat16");
-    if (product_.format == WeightFormat::kFloat32) check_type("input", input, ElementType::kFloat32, "float32");
+    const RowForm form = traits_of(product_.format).rows;
+    if (form == RowForm::kBFloat16) check_type("input", input, ElementType::kBFloat16, "bfloat16");
+    if (form == RowForm::kFloat32) check_type("input", input, ElementType::kFloat32, "float32");
     PackedProduct product = product_;
     product.type = input.type;
     product.output_type = output.type;
@@ -330,11 +332,10 @@ void bind_products(nb::module_& module) {
   module.def("pack_weight", &pack, "format"_a, "weight"_a, "panels"_a, "num_parts"_a = 1,
              "chunk_inputs"_a.none() = nb::none(), "int4_scales"_a.none() = nb::none(),
              "Pack a weight [outputs, inputs] into `panels`, which may be the memory of the weight.");
-  module.def("pack_mxfp4", &pack_stored_mxfp4, "codes"_a, "scales"_a, "panels"_a, "num_parts"_a = 1,
-             "Pack a weight in MXFP4, codes [outputs, inputs / 2] and scales [outputs, inputs / 32], into `panels`.");
-  module.def("pack_gguf", &pack_stored_gguf, "format"_a, "rows"_a, "first_input"_a, "num_inputs"_a, "panels"_a,
-             "chunk_inputs"_a.none() = nb::none(),
-             "Pack rows of a weight in a type of GGUF into whole panels. Return False if a scale is not finite.");
+  module.def("pack_stored", &pack_stored, "format"_a, "codes"_a, "panels"_a, "num_inputs"_a, "num_parts"_a = 1,
+             "chunk_inputs"_a.none() = nb::none(), "scales"_a.none() = nb::none(), "first_input"_a = 0,
+             "Pack a weight from the codes of a checkpoint into `panels`. Return False if a scale is not finite.");
+  module.def("stored_formats", &stored_formats, "Return the names of the formats that are packed from stored codes.");
   module.def("advise_large_pages", &advise_large_pages, "memory"_a,
              "Request huge pages for memory that has not been used yet.");
   nb::class_<PackedWeights>(module, "PackedWeights", "Packed weights of one shape, with bias and activation.")

@@ -13,7 +13,7 @@ E2M1 = torch.tensor(MAGNITUDES + [-magnitude for magnitude in MAGNITUDES], dtype
 
 
 def unpacked(packed: PackedWeights) -> Tensor:
-    """[e, O, I] float64, read from the panels as csrc/cpu/packed_weight.h describes them."""
+    """[e, O, I] float64, read from the panels as csrc/cpu/weight_format.h describes them."""
     return torch.stack([_unpacked_one(panels, packed) for panels in packed.panels])
 
 

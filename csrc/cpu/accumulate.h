@@ -7,9 +7,9 @@
 
 #include "block_tile.h"
 #include "isa.h"
-#include "packed_weight.h"
 #include "product_tile.h"
 #include "quantized_rows.h"
+#include "weight_format.h"
 
 namespace moeserve {
 
@@ -37,13 +37,9 @@ Accumulate choose_accumulate(Isa isa);
 // Return true if the function of an instruction set expects quantised rows as 16-bit integers.
 bool widens_rows(WeightFormat format, Isa isa);
 
-inline bool is_quantized(WeightFormat format) {
-  return format != WeightFormat::kFloat32 && format != WeightFormat::kBFloat16;
-}
-
 // Return the layout of quantised rows, or of their chunk with `num_inputs`.
 inline QuantizedRowLayout row_layout(WeightFormat format, const PanelUnit& unit, int64_t num_inputs, bool is_widened) {
-  return {num_inputs, unit.inputs, has_blocks(format), is_widened};
+  return {num_inputs, unit.inputs, traits_of(format).has_blocks(), is_widened};
 }
 
 // Return the number of rows of tile t, where tiles of similar size cover the remaining `num_left` rows.
@@ -110,33 +106,20 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   }
 }
 
-// Compute the sums with the kind of product that fits the format of the weight. `Quantized` has an instruction set's
-// kinds of product with quantised weights.
-template <int W, typename BFloat16Products, typename Quantized>
+// Compute the sums with the kind of product that fits the format of the weight, searched from number `kFirst` on.
+// `Tile<W, format>` is an instruction set's kind of product with quantised weights.
+template <int W, typename BFloat16Products, template <int, WeightFormat> typename Tile, int kFirst = 0>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
-  switch (work.format) {
-    case WeightFormat::kFloat32:
-      return accumulate<Float32Products<W>>(work, sums);
-    case WeightFormat::kBFloat16:
-      return accumulate<BFloat16Products>(work, sums);
-    case WeightFormat::kInt8:
-      return accumulate<typename Quantized::Int8>(work, sums);
-    case WeightFormat::kInt4:
-      return accumulate<typename Quantized::Int4>(work, sums);
-    case WeightFormat::kMxfp4:
-      return accumulate<typename Quantized::Mxfp4>(work, sums);
-    case WeightFormat::kQ8_0:
-      return accumulate<typename Quantized::Q8>(work, sums);
-    case WeightFormat::kQ4_K:
-      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ4_K>>(work, sums);
-    case WeightFormat::kQ5_K:
-      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ5_K>>(work, sums);
-    case WeightFormat::kQ6_K:
-      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ6_K>>(work, sums);
-    case WeightFormat::kIQ4_XS:
-      return accumulate<typename Quantized::template Blocks<WeightFormat::kIQ4_XS>>(work, sums);
-    case WeightFormat::kQ5_0:
-      return accumulate<typename Quantized::template Blocks<WeightFormat::kQ5_0>>(work, sums);
+  if constexpr (kFirst < kNumFormats) {
+    constexpr auto kFormat = static_cast<WeightFormat>(kFirst);
+    if (work.format != kFormat) return accumulate<W, BFloat16Products, Tile, kFirst + 1>(work, sums);
+    if constexpr (kFormat == WeightFormat::kFloat32) {
+      accumulate<Float32Products<W>>(work, sums);
+    } else if constexpr (kFormat == WeightFormat::kBFloat16) {
+      accumulate<BFloat16Products>(work, sums);
+    } else {
+      accumulate<Tile<W, kFormat>>(work, sums);
+    }
   }
 }
 

@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "lanes.h"
-#include "packed_weight.h"
 #include "product_tile.h"
+#include "weight_format.h"
 
 namespace moeserve {
 
@@ -39,7 +39,7 @@ struct BlockWeights {
   static constexpr int W = kWidth;
   static constexpr bool kIsBlock = true;
   static constexpr WeightFormat kFormat = kType;
-  static constexpr BlockLayout kLayout = block_layout(kType);
+  static constexpr BlockLayout kLayout = traits_of(kType).blocks;
   static constexpr int kStepInputs = 4;
   static constexpr int kStepBytes = 2 * kPanel;
   static constexpr int kRowBytes = 4;

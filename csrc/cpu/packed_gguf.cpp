@@ -5,8 +5,8 @@
 #include <atomic>
 #include <cstring>
 
-#include "packed_weight.h"
 #include "parallel.h"
+#include "weight_format.h"
 
 namespace moeserve {
 
@@ -14,36 +14,10 @@ namespace {
 
 constexpr int kGroupWords = kInputGroup / 4;
 
-// Where a type has its parts in a block.
-struct StoredBlock {
-  int num_bytes;
-  int low_at;   // the low 4 bits of codes
-  int high_at;  // the bits above
-  int scales_at;
-  int factors_at;  // float16: of scales, then of minima
-};
-
-constexpr StoredBlock stored_block(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::kQ4_K:
-      return {144, 16, 0, 4, 0};
-    case WeightFormat::kQ5_K:
-      return {176, 48, 16, 4, 0};
-    case WeightFormat::kQ6_K:
-      return {210, 0, 128, 192, 208};
-    case WeightFormat::kIQ4_XS:
-      return {136, 8, 0, 2, 0};
-    case WeightFormat::kQ5_0:
-      return {22, 6, 2, 0, 0};
-    default:
-      return {34, 2, 0, 0, 0};
-  }
-}
-
 // Read the 32 codes of a group of a block.
 template <WeightFormat kFormat>
 void read_codes(const uint8_t* block, int group, uint8_t* codes) {
-  constexpr StoredBlock kStored = stored_block(kFormat);
+  constexpr StoredBlock kStored = traits_of(kFormat).stored;
   const uint8_t* low = block + kStored.low_at;
   const uint8_t* high = block + kStored.high_at;
   if constexpr (kFormat == WeightFormat::kQ6_K) {  // two halves of four groups: those of low bits, those of high bits
@@ -73,7 +47,7 @@ void read_codes(const uint8_t* block, int group, uint8_t* codes) {
 // Return scale `index` of a block, or with `minimum` the minimum of that group.
 template <WeightFormat kFormat>
 int read_scale(const uint8_t* block, int index, bool minimum) {
-  const uint8_t* scales = block + stored_block(kFormat).scales_at;
+  const uint8_t* scales = block + traits_of(kFormat).stored.scales_at;
   if constexpr (kFormat == WeightFormat::kQ5_0) return 1;
   if constexpr (kFormat == WeightFormat::kQ6_K) return static_cast<int8_t>(scales[index]);
   if constexpr (kFormat == WeightFormat::kIQ4_XS) {
@@ -123,8 +97,8 @@ bool copy_halves(const uint8_t* const* blocks, int place, char* target) {
 // Pack `groups` groups of the blocks of 32 outputs, from group `first` of the blocks on. Null: an output is padding.
 template <WeightFormat kFormat>
 bool pack_block(const uint8_t* const* blocks, int first, int groups, char* target) {
-  constexpr BlockLayout kLayout = block_layout(kFormat);
-  constexpr StoredBlock kStored = stored_block(kFormat);
+  constexpr BlockLayout kLayout = traits_of(kFormat).blocks;
+  constexpr StoredBlock kStored = traits_of(kFormat).stored;
   uint8_t codes[kPanel][kInputGroup] = {};
   for (int group = 0; group < groups; ++group) {
     for (int n = 0; n < kPanel; ++n) {
@@ -165,8 +139,8 @@ bool pack_block<WeightFormat::kQ8_0>(const uint8_t* const* blocks, int, int, cha
 }
 
 template <WeightFormat kFormat>
-bool pack_rows(const GgufRows& rows, const InputChunks& chunks, char* panels) {
-  constexpr int64_t kStoredInputs = stored_inputs(kFormat);
+bool pack_rows(const StoredRows& rows, const InputChunks& chunks, char* panels) {
+  constexpr StoredBlock kStored = traits_of(kFormat).stored;
   const PanelUnit unit = panel_unit(kFormat, chunks.chunk_inputs);
   std::atomic<bool> is_finite = true;
   parallel_for(count_panels(rows.count), [&](int64_t p) {
@@ -176,39 +150,33 @@ bool pack_rows(const GgufRows& rows, const InputChunks& chunks, char* panels) {
       const uint8_t* blocks[kPanel];
       for (int n = 0; n < kPanel; ++n) {
         const int64_t row = p * kPanel + n;
-        const uint8_t* block =
-            rows.blocks + row * rows.stride + input / kStoredInputs * stored_block(kFormat).num_bytes;
+        const uint8_t* block = rows.blocks + row * rows.stride + input / kStored.inputs * kStored.num_bytes;
         blocks[n] = row < rows.count ? block : nullptr;
       }
-      const int first = static_cast<int>(input % kStoredInputs / kInputGroup);
+      const int first = static_cast<int>(input % kStored.inputs / kInputGroup);
       if (!pack_block<kFormat>(blocks, first, static_cast<int>(unit.inputs / kInputGroup), target)) is_finite = false;
     }
   });
   return is_finite;
 }
 
-}  // namespace
-
-int64_t gguf_row_bytes(WeightFormat format, int64_t num_inputs) {
-  const int64_t inputs = stored_inputs(format);
-  return (num_inputs + inputs - 1) / inputs * stored_block(format).num_bytes;
+// Call pack_rows of a format, searched from number `kFirst` on.
+template <int kFirst = 0>
+bool pack_rows_of(WeightFormat format, const StoredRows& rows, const InputChunks& chunks, char* panels) {
+  if constexpr (kFirst < kNumFormats) {
+    constexpr auto kFormat = static_cast<WeightFormat>(kFirst);
+    if constexpr (traits_of(kFormat).pack_stored == pack_gguf) {
+      if (format == kFormat) return pack_rows<kFormat>(rows, chunks, panels);
+    }
+    return pack_rows_of<kFirst + 1>(format, rows, chunks, panels);
+  }
+  return false;
 }
 
-bool pack_gguf(WeightFormat format, const GgufRows& rows, const InputChunks& chunks, char* panels) {
-  switch (format) {
-    case WeightFormat::kQ4_K:
-      return pack_rows<WeightFormat::kQ4_K>(rows, chunks, panels);
-    case WeightFormat::kQ5_K:
-      return pack_rows<WeightFormat::kQ5_K>(rows, chunks, panels);
-    case WeightFormat::kQ6_K:
-      return pack_rows<WeightFormat::kQ6_K>(rows, chunks, panels);
-    case WeightFormat::kIQ4_XS:
-      return pack_rows<WeightFormat::kIQ4_XS>(rows, chunks, panels);
-    case WeightFormat::kQ5_0:
-      return pack_rows<WeightFormat::kQ5_0>(rows, chunks, panels);
-    default:
-      return pack_rows<WeightFormat::kQ8_0>(rows, chunks, panels);
-  }
+}  // namespace
+
+bool pack_gguf(WeightFormat format, const StoredRows& rows, const InputChunks& chunks, char* panels) {
+  return pack_rows_of(format, rows, chunks, panels);
 }
 
 }  // namespace moeserve

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "packed_weight.h"
 #include "parallel.h"
+#include "weight_format.h"
 
 namespace moeserve {
 
@@ -30,21 +30,20 @@ void pack_group(const uint8_t* codes, int64_t stride, int count, uint8_t* target
 
 }  // namespace
 
-void pack_mxfp4(const uint8_t* codes, const uint8_t* scales, int64_t num_outputs, int64_t num_inputs, char* panels) {
-  const int64_t num_groups = num_inputs / kInputGroup;
-  parallel_for(count_panels(num_outputs), [&](int64_t p) {
+bool pack_mxfp4(WeightFormat, const StoredRows& rows, const InputChunks& chunks, char* panels) {
+  const int64_t num_groups = chunks.num_inputs / kInputGroup;
+  parallel_for(count_panels(rows.count), [&](int64_t p) {
     const int64_t first = p * kPanel;
-    const int count = static_cast<int>(std::min<int64_t>(kPanel, num_outputs - first));
+    const int count = static_cast<int>(std::min<int64_t>(kPanel, rows.count - first));
     char* panel = panels + p * num_groups * kMxfp4GroupBytes;
     for (int64_t group = 0; group < num_groups; ++group, panel += kMxfp4GroupBytes) {
-      pack_group(codes + (first * num_groups + group) * kGroupCodeBytes, num_groups * kGroupCodeBytes, count,
+      pack_group(rows.blocks + first * rows.stride + group * kGroupCodeBytes, rows.stride, count,
                  reinterpret_cast<uint8_t*>(panel));
       std::memset(panel + kInt4ScalesAt, 0, kPanel);
-      for (int n = 0; n < count; ++n) {
-        panel[kInt4ScalesAt + n] = static_cast<char>(scales[(first + n) * num_groups + group]);
-      }
+      for (int n = 0; n < count; ++n) panel[kInt4ScalesAt + n] = rows.scales[(first + n) * num_groups + group];
     }
   });
+  return true;
 }
 
 }  // namespace moeserve

@@ -92,7 +92,8 @@ template <typename Element>
 MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item& item, const ProductWork& work,
                                        const void* bias) {
   Epilogue epilogue;
-  epilogue.is_needed = bias != nullptr || product.format == WeightFormat::kInt8;
+  const bool has_scales = traits_of(product.format).end_bytes > 0;
+  epilogue.is_needed = bias != nullptr || has_scales;
   const int64_t half = is_gated(product) ? product.num_outputs / 2 : product.num_outputs;
   for (int p = 0; p < 2; ++p) {
     const int64_t in_half = is_gated(product) ? item.column * kPanel : (item.column * 2 + p) * kPanel;
@@ -100,11 +101,11 @@ MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item&
     const int count = static_cast<int>(std::clamp<int64_t>(half - in_half, 0, kPanel));
     epilogue.num_outputs[p] = count;
     if (!epilogue.is_needed) continue;
-    const auto* scales = reinterpret_cast<const float*>(work.panels[p] + work.num_inputs * kPanel);  // int8 only
+    const auto* scales = reinterpret_cast<const float*>(work.panels[p] + work.num_inputs * kPanel);
     for (int n = 0; n < kPanel; ++n) {
       const bool has_bias = bias != nullptr && n < count;
       epilogue.biases[p * kPanel + n] = has_bias ? widen(static_cast<const Element*>(bias)[first + n]) : 0;
-      epilogue.factors[p * kPanel + n] = product.format == WeightFormat::kInt8 ? scales[n] : 1;
+      epilogue.factors[p * kPanel + n] = has_scales ? scales[n] : 1;
     }
   }
   return epilogue;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "element_type.h"
-#include "packed_weight.h"
+#include "weight_format.h"
 
 namespace moeserve {
 

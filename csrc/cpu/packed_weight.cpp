@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -18,8 +17,6 @@ namespace moeserve {
 namespace {
 
 constexpr int kInt8Highest = 127;
-
-int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 template <int W>
 MOESERVE_INLINE Float<W> magnitude(Float<W> x) {
@@ -301,9 +298,7 @@ template <typename Element>
 void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
   const int64_t num_inputs = rows.num_inputs;
   const int64_t padded = padded_inputs(format, {num_inputs, num_inputs}, 0);
-  if (format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16) {
-    return pack_same(rows.weights, rows.count, num_inputs, padded, panel);
-  }
+  if (!is_quantized(format)) return pack_same(rows.weights, rows.count, num_inputs, padded, panel);
   Columns columns{std::vector<float>(kPanel * padded), padded, {}};
   constexpr int64_t kTogether = 16;  // inputs at a time, so that rows and columns stay in the cache
   for (int64_t first = 0; first < num_inputs; first += kTogether) {
@@ -344,57 +339,13 @@ void pack_chunks(WeightFormat format, const Rows<Element>& rows, const InputChun
 
 }  // namespace
 
-int64_t count_panels(int64_t num_outputs) { return (num_outputs + kPanel - 1) / kPanel; }
-
-PanelUnit panel_unit(WeightFormat format, int64_t chunk_inputs) {
-  switch (format) {
-    case WeightFormat::kFloat32:
-      return {1, 4 * kPanel};
-    case WeightFormat::kBFloat16:
-      return {2, 4 * kPanel};
-    case WeightFormat::kInt8:
-      return {kInputGroup, kInputGroup * kPanel};
-    case WeightFormat::kInt4:
-      return {kInputGroup, kInt4GroupBytes};
-    case WeightFormat::kMxfp4:
-      return {kInputGroup, kMxfp4GroupBytes};
-    case WeightFormat::kQ8_0:
-      return {kInputGroup, kQ8GroupBytes};
-    default:
-      break;
-  }
-  const int64_t inputs = std::gcd(stored_inputs(format), chunk_inputs);
-  return {inputs, block_layout(format).block_bytes(static_cast<int>(inputs / kInputGroup))};
-}
-
-int64_t padded_inputs(WeightFormat format, const InputChunks& chunks, int64_t chunk) {
-  return round_up(chunks.size(chunk), panel_unit(format, chunks.chunk_inputs).inputs);
-}
-
-int64_t panel_bytes(WeightFormat format, const InputChunks& chunks, int64_t chunk) {
-  const PanelUnit unit = panel_unit(format, chunks.chunk_inputs);
-  const int64_t scale_bytes = format == WeightFormat::kInt8 ? kPanel * 4 : 0;
-  return padded_inputs(format, chunks, chunk) / unit.inputs * unit.bytes + scale_bytes;
-}
-
-int64_t padded_inputs(WeightFormat format, const InputChunks& chunks) {
-  const int64_t last = chunks.count() - 1;
-  return last * padded_inputs(format, chunks, 0) + padded_inputs(format, chunks, last);
-}
-
-int64_t panel_bytes(WeightFormat format, const InputChunks& chunks) {
-  const int64_t last = chunks.count() - 1;
-  return last * panel_bytes(format, chunks, 0) + panel_bytes(format, chunks, last);
-}
-
 void pack_weight(WeightFormat format, ElementType source_type, const void* source, const uint16_t* int4_scales,
                  int64_t num_outputs, InputChunks chunks, void* panels) {
-  const bool is_plain = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
-  if (is_plain && padded_inputs(format, chunks, 0) == chunks.size(0)) {
+  if (!is_quantized(format) && padded_inputs(format, chunks, 0) == chunks.size(0)) {
     chunks.chunk_inputs = chunks.num_inputs;  // a single chunk has the same layout
   }
   const int64_t bytes = panel_bytes(format, chunks);
-  const int64_t num_groups = round_up(chunks.num_inputs, kInputGroup) / kInputGroup;
+  const int64_t num_groups = (chunks.num_inputs + kInputGroup - 1) / kInputGroup;
   const auto pack = [&](const auto* weights, int64_t p) {
     using Element = std::decay_t<decltype(*weights)>;
     const int64_t first = p * kPanel;

@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "lanes.h"
-#include "packed_weight.h"
 #include "quantized_rows.h"
+#include "weight_format.h"
 
 namespace moeserve {
 

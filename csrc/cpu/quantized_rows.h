@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "element_type.h"
-#include "packed_weight.h"
+#include "weight_format.h"
 
 namespace moeserve {
 

@@ -44,9 +44,9 @@ class Destination:
         return self.owner is not None and self.owner.scales is not None and not self.owner.is_mxfp4
 
     @property
-    def is_gguf(self) -> bool:
-        """True if stored blocks are packed without decoding. `memory` then has only a shape and a place."""
-        return self.owner is not None and bool(self.owner.gguf_rows)
+    def is_stored(self) -> bool:
+        """True if stored codes are packed without decoding. `memory` then has only a shape and a place."""
+        return self.owner is not None and bool(self.owner.stored_rows)
 
     @property
     def int4_scales(self) -> Tensor | None:

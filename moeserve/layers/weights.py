@@ -14,11 +14,12 @@ from moeserve.ops.products import AnyProduct, Kind
 from moeserve.ops.products.interface import (
     INT4_GROUP,
     MXFP4_GROUP,
-    GgufRows,
     InputChunks,
     OpenWeights,
     PackedFormat,
     PackedWeights,
+    StoredCodes,
+    StoredRows,
 )
 from moeserve.ops.products.weight_blocks import BLOCK, CODES, num_blocks
 from moeserve.ops.rows.activations import Activation, num_parts_of
@@ -97,7 +98,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.bias = context.parameter(num_weights, num_outputs) if has_bias else None
         self.register_buffer("panels", None)
         self.int4_scales = None
-        self.gguf_rows: tuple[GgufRows, ...] = ()  # types of GGUF in which the weights stay; empty: none
+        self.stored_rows: tuple[StoredRows, ...] = ()  # formats in which the weights stay as stored; empty: none
 
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
@@ -148,27 +149,29 @@ class Weights(nn.Module, Generic[AnyProduct]):
         num_weights, num_outputs, num_inputs = self.shape
         self.int4_scales = torch.empty(num_weights, num_outputs, -(-num_inputs // INT4_GROUP), dtype=torch.float16)
 
-    def keep_gguf(self, rows: tuple[GgufRows, ...]) -> None:
-        """Pack the weights as `fill_gguf` gets them, in these types. Open weights then never get memory.
+    def keep_stored(self, rows: tuple[StoredRows, ...]) -> None:
+        """Pack the weights as `fill_stored` gets them, in these formats. Open weights then never get memory.
 
         Called for weights without memory.
         """
         assert self.memory is not None
         assert self.memory.is_meta
-        self.gguf_rows = rows
+        self.stored_rows = rows
 
-    def fill_gguf(self, row: int, stored_RB: Tensor, first_input: int) -> bool:
-        """Pack stored rows from `row` on, counted over all weights. Return False if a scale is not finite.
-
-        The other arguments are those of `CpuPacking.pack_gguf`.
-        """
+    def fill_stored(self, row: int, stored: StoredCodes) -> bool:
+        """Pack stored rows from `row` on, counted over all weights. Return False if a scale is not finite."""
         packing = self._packing
         assert packing is not None
         if self.panels is None:
-            shape = self.shape[0], packing.num_bytes(self.open, "gguf")
+            shape = self.shape[0], self.num_packed_bytes // self.shape[0]
             self.panels = packing.allocate_weights(shape, torch.uint8, self.context.device)
         slot, row = divmod(row, self.shape[1])
-        return packing.pack_gguf(self.open, self.panels[slot], row, stored_RB, first_input)
+        return packing.pack_stored(self.open, self.panels[slot], row, stored)
+
+    @property
+    def stored_formats(self) -> frozenset[PackedFormat]:
+        """The formats in which the weights can keep a checkpoint's codes."""
+        return frozenset() if self._packing is None else self._packing.stored_formats
 
     def is_kind(self, kind: Kind[Any]) -> bool:
         """Return True if the product is of this kind."""
@@ -191,7 +194,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
             self.chunks,
             self.feeds_blocks,
             self.int4_scales,
-            self.gguf_rows,
+            self.stored_rows,
         )
 
     @property
@@ -202,7 +205,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
     @property
     def num_open_bytes(self) -> int:
         """Size in bytes before packing."""
-        return 0 if self.gguf_rows else sum(tensor.nbytes for tensor in self.open_tensors)
+        return 0 if self.stored_rows else sum(tensor.nbytes for tensor in self.open_tensors)
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -224,8 +227,8 @@ class Weights(nn.Module, Generic[AnyProduct]):
         weights, quantization = self.open, self.context.quantization
         if not self.packs:
             return None
-        if self.gguf_rows:
-            return "gguf"
+        if self.stored_rows:
+            return self.stored_rows[0].format
         if self.int4_scales is not None:
             return "int4"
         if self.is_mxfp4:
@@ -240,7 +243,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         packed_format, packing = self.packed_format, self._packing
         if packed_format is None or packing is None:
             return
-        if packed_format == "gguf":
+        if self.stored_rows:
             assert self.panels is not None
             return self._use(PackedWeights.from_panels(self.open, packed_format, self.panels))
         self._use(packing.pack(self.open, packed_format, in_place=self.packs_in_place))
@@ -287,7 +290,7 @@ def allocate_parameters(module: nn.Module, context: BuildContext) -> None:
         if isinstance(part, Weights) and part.is_borrowed:
             part.memory = None
         for name, parameter in list(part.named_parameters(recurse=False)):
-            if name == "memory" and isinstance(part, Weights) and part.gguf_rows:
+            if name == "memory" and isinstance(part, Weights) and part.stored_rows:
                 continue
             setattr(part, name, context.parameter(*parameter.shape, dtype=parameter.dtype))
     for part in module.modules():

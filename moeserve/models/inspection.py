@@ -16,7 +16,6 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.errors import CheckpointError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
-from moeserve.models.checkpoint.gguf_blocks import BLOCK_INPUTS
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.shards import open_checkpoint, read_headers
 from moeserve.models.checkpoint.weight_format import MXFP4_OF_COMPRESSED_TENSORS, WeightFormat
@@ -238,7 +237,7 @@ def _stored_text(found: Inspection) -> str:
 def _encoding_text(words: str, parts: Sequence[Part]) -> str:
     """Return the description of an encoding, with the form in which such weights are loaded."""
     keeps = ", or kept with quantization='int4'" if "int4" in words else ""
-    if words == "GGUF" and (kept := dict.fromkeys(part.dtype for part in parts if part.dtype in BLOCK_INPUTS)):
+    if words == "GGUF" and (kept := dict.fromkeys(part.dtype for part in parts if part.is_stored)):
         return f"{words}, {' and '.join(kept)} kept as stored, others dequantised when loaded"
     if any(words.endswith(part.dtype) for part in parts):
         return f"{words}, kept in memory"

@@ -64,8 +64,8 @@ class Description:
         """Return True if experts in MXFP4 are kept without decoding, provided that there are kernels for them."""
         return dtype == "bfloat16" and self.weight_format.is_mxfp4
 
-    def keeps_gguf(self, dtype: DtypeName, quantization: QuantizationName | None = None) -> bool:
-        """Return True if weights in a type of GGUF are kept where there are kernels for it."""
+    def keeps_stored(self, dtype: DtypeName, quantization: QuantizationName | None = None) -> bool:
+        """Return True if weights keep the codes of the checkpoint where there are kernels for them."""
         return dtype == "bfloat16" and self.weight_format.is_gguf and quantization in (None, "mxfp4")
 
 

@@ -19,9 +19,9 @@ from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import AnyWeights, Weights
-from moeserve.models.checkpoint.gguf_blocks import keep_gguf
 from moeserve.models.checkpoint.packing import weights_of
 from moeserve.models.checkpoint.shards import Checkpoint
+from moeserve.models.checkpoint.stored_codes import keep_stored
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelSpec
 from moeserve.models.registry import Description
@@ -34,10 +34,11 @@ class Part:
     """The number of parameters of one kind, in all layers together."""
 
     name: str
-    dtype: str  # "mxfp4", a type of GGUF, or torch's name of a dtype
+    dtype: str  # "mxfp4", a format that keeps codes of the checkpoint, or torch's name of a dtype
     num_parameters: int
     num_active: int  # parameters that one token uses: one row of the embedding, and only the chosen experts
     num_bytes: int
+    is_stored: bool = False  # weights keep the codes of the checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +90,8 @@ def summarize(
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
     stage = range(len(config.layers)) if stage is None else stage
-    keeps_gguf = checkpoint is not None and description.keeps_gguf(dtype)
-    device = torch.device("cpu" if keeps_gguf else "meta")
+    keeps_stored = checkpoint is not None and description.keeps_stored(dtype)
+    device = torch.device("cpu" if keeps_stored else "meta")
     quantization: QuantizationName | None = "mxfp4" if description.keeps_mxfp4(dtype) else None
     context = BuildContext(
         select_backend(device, getattr(torch, dtype)),
@@ -98,13 +99,13 @@ def summarize(
         getattr(torch, dtype),
         device,
         quantization,
-        has_memory=not keeps_gguf,
+        has_memory=not keeps_stored,
         has_float8_cache=is_float8_cache(kv_cache_dtype, config.needs),
         block_size=config.needs.block_size,
     )
     model = _build_without_memory(config, placements, context, stage)
-    if checkpoint is not None and keeps_gguf:
-        keep_gguf(checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes).into)
+    if checkpoint is not None and keeps_stored:
+        keep_stored(checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes).into)
     counts = _Counts()
     rows_used = config.vocab_size if config.tie_word_embeddings else 1  # a tied output head uses all rows
     if model.embedding is not None:
@@ -189,14 +190,14 @@ def _open_bytes(weights: AnyWeights) -> int:
 
 def _is_replaced(weights: AnyWeights) -> bool:
     """Return True if the weights are packed into new memory, and the memory of the open weights is released."""
-    return weights.packs and not weights.is_borrowed and not weights.packs_in_place and not weights.gguf_rows
+    return weights.packs and not weights.is_borrowed and not weights.packs_in_place and not weights.stored_rows
 
 
 class _Counts:
     """Counts of parameters by kind and dtype, in the order in which kinds are first added."""
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], list[int]] = {}
+        self._totals: dict[tuple[str, str, bool], list[int]] = {}
 
     def add(self, name: str, module: nn.Module, active: tuple[int, int] = (1, 1)) -> None:
         """Add the parameters of a module. `active` is the fraction (numerator, denominator) that a token uses."""
@@ -206,9 +207,10 @@ class _Counts:
                 is_encoded = is_mxfp4 and parameter_name in ("memory", "scales")
                 dtype = "mxfp4" if is_encoded else str(parameter.dtype).removeprefix("torch.")
                 num_bytes = parameter.nbytes
-                if parameter_name == "memory" and isinstance(part, Weights) and part.gguf_rows:
-                    dtype, num_bytes = "+".join(sorted({rows.format for rows in part.gguf_rows})), part.num_packed_bytes
-                total = self._totals.setdefault((name, dtype), [0, 0, 0])
+                stored = part.stored_rows if isinstance(part, Weights) and parameter_name == "memory" else ()
+                if isinstance(part, Weights) and stored:
+                    dtype, num_bytes = "+".join(sorted({rows.format for rows in stored})), part.num_packed_bytes
+                total = self._totals.setdefault((name, dtype, bool(stored)), [0, 0, 0])
                 count = parameter.numel()
                 if is_encoded:
                     count = 2 * count if parameter_name == "memory" else 0
@@ -217,4 +219,7 @@ class _Counts:
                 total[2] += num_bytes
 
     def parts(self) -> tuple[Part, ...]:
-        return tuple(Part(name, dtype, *totals) for (name, dtype), totals in self._totals.items())
+        return tuple(
+            Part(name, dtype, total, active, num_bytes, is_stored)
+            for (name, dtype, is_stored), (total, active, num_bytes) in self._totals.items()
+        )

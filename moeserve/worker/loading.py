@@ -25,13 +25,13 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models import registry
-from moeserve.models.checkpoint.gguf_blocks import keep_gguf
 from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
 from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
 from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
 from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint
+from moeserve.models.checkpoint.stored_codes import keep_stored
 from moeserve.models.decoder import Decoder
 from moeserve.models.rank_model import RankModel
 from moeserve.models.summary import LoadingMemory, loading_memory
@@ -87,8 +87,8 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     stage = config.parallel.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     checkpoint = None if weights.load_format == "dummy" else _open_checkpoint(config, description)
-    if checkpoint is not None and description.keeps_gguf(weights.dtype, weights.quantization):
-        keep_gguf(checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes).into)
+    if checkpoint is not None and description.keeps_stored(weights.dtype, weights.quantization):
+        keep_stored(checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes).into)
     memory = loading_memory(model, fills_all_first=weights.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
     free = free_bytes(config)

@@ -72,9 +72,9 @@ def formats_in(llm: LLM) -> dict[str, str]:
     """Return the formats of the packed weights that stay as they are stored, by name without the layer."""
     model = llm.core.replicas[0].executor.worker.runner.model  # type: ignore[attr-defined]
     return {
-        name: "+".join(dict.fromkeys(rows.format for rows in weights.gguf_rows))
+        name: "+".join(dict.fromkeys(rows.format for rows in weights.stored_rows))
         for name, weights in weights_of(model).items()
-        if weights.gguf_rows
+        if weights.stored_rows
     }
 
 

@@ -13,9 +13,8 @@ from paged_steps import NATIVE, kernels, needs_kernels, settings_restored
 from test_products import native_grouped, native_product
 from torch import Tensor
 
-from moeserve.models.gguf.tensors import PACKED_FORMATS
 from moeserve.ops.native import set_num_threads
-from moeserve.ops.products.interface import GgufRows, InputChunks, OpenWeights, PackedWeights, RowGroups
+from moeserve.ops.products.interface import InputChunks, OpenWeights, PackedWeights, RowGroups, StoredCodes, StoredRows
 from moeserve.ops.rows.activations import SwiGLU
 
 pytestmark = needs_kernels
@@ -33,21 +32,22 @@ def packed_of(
     """Pack weights [e, O, bytes], with the outputs of several types one after another."""
     packing = NATIVE.packing
     assert packing is not None
-    rows = tuple(GgufRows(PACKED_FORMATS[kind], blocks.shape[1]) for kind, blocks in blocks_eOB.items())
+    rows = tuple(StoredRows(kind.lower(), blocks.shape[1]) for kind, blocks in blocks_eOB.items())
     num_weights = len(next(iter(blocks_eOB.values())))
     weights = OpenWeights(
         torch.empty(num_weights, sum(each.num_rows for each in rows), num_inputs, dtype=torch.bfloat16, device="meta"),
         chunks=None if chunk is None else InputChunks(chunk, keeps_float32=False),
-        gguf_rows=rows,
+        stored_rows=rows,
         **options,  # type: ignore[arg-type]
     )
-    panels = torch.empty(num_weights, packing.num_bytes(weights, "gguf"), dtype=torch.uint8)
+    panels = torch.empty(num_weights, packing.num_bytes(weights, rows[0].format), dtype=torch.uint8)
     for slot in range(num_weights):
         row = 0
         for blocks in blocks_eOB.values():
-            assert packing.pack_gguf(weights, panels[slot], row, torch.from_numpy(blocks[slot]), first)
+            stored = StoredCodes(torch.from_numpy(blocks[slot]), first_input=first)
+            assert packing.pack_stored(weights, panels[slot], row, stored)
             row += blocks.shape[1]
-    return PackedWeights.from_panels(weights, "gguf", panels)
+    return PackedWeights.from_panels(weights, rows[0].format, panels)
 
 
 def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -160,17 +160,17 @@ def test_experts_with_an_activation(isa: str, kind: str) -> None:
     gates, ups = blocks_eOB[:, :70], blocks_eOB[:, 70:]
     packing = NATIVE.packing
     assert packing is not None
-    rows = (GgufRows(PACKED_FORMATS[kind], 70),) * 2
+    rows = (StoredRows(kind.lower(), 70),) * 2
     weights = OpenWeights(
-        torch.empty(3, 140, 512, dtype=torch.bfloat16, device="meta"), activation=SwiGLU(), gguf_rows=rows
+        torch.empty(3, 140, 512, dtype=torch.bfloat16, device="meta"), activation=SwiGLU(), stored_rows=rows
     )
-    panels = torch.empty(3, packing.num_bytes(weights, "gguf"), dtype=torch.uint8)
+    panels = torch.empty(3, packing.num_bytes(weights, rows[0].format), dtype=torch.uint8)
     for slot in range(3):
         for row, part in ((0, gates), (70, ups)):
-            assert packing.pack_gguf(weights, panels[slot], row, torch.from_numpy(part[slot]), 0)
+            assert packing.pack_stored(weights, panels[slot], row, StoredCodes(torch.from_numpy(part[slot])))
     rows_RI = np.random.default_rng(1).normal(size=(9, 512)).astype(np.float32)
     counts = [2, 0, 7]
-    given = native_grouped(PackedWeights.from_panels(weights, "gguf", panels)).multiply(
+    given = native_grouped(PackedWeights.from_panels(weights, rows[0].format, panels)).multiply(
         torch.from_numpy(rows_RI), RowGroups(torch.tensor(counts))
     )
     of_weight = np.split(rows_RI, np.cumsum(counts)[:-1])
@@ -194,12 +194,12 @@ def test_refused_arguments() -> None:
     assert kernels is not None
     rows = torch.from_numpy(random_blocks("Q4_K", (32, 512)))
     panels = torch.empty(kernels.packed_bytes("q4_k", 32, 512), dtype=torch.uint8)
-    assert kernels.pack_gguf("q4_k", rows, 0, 512, panels)
+    assert kernels.pack_stored("q4_k", rows, panels, 512)
     for first_input, num_inputs in ((0, 256), (256, 512), (16, 512), (-256, 512)):
         given = panels[: kernels.packed_bytes("q4_k", 32, num_inputs)]
         with pytest.raises(ValueError, match="q4_k"):
-            kernels.pack_gguf("q4_k", rows, first_input, num_inputs, given)
+            kernels.pack_stored("q4_k", rows, given, num_inputs, first_input=first_input)
     with pytest.raises(ValueError, match="groups of 32"):
         kernels.packed_bytes("q6_k", 32, 300)
     rows[7, 1] = 0x7C  # the factor is infinite
-    assert not kernels.pack_gguf("q4_k", rows, 0, 512, panels)
+    assert not kernels.pack_stored("q4_k", rows, panels, 512)

@@ -9,13 +9,13 @@ namespace moeserve {
 namespace {
 
 void accumulate_neon(const ProductWork& work, float* sums) {
-  accumulate<4, WidenedProducts<4>, QuantizedProducts<4, WidenedByteProducts>>(work, sums);
+  accumulate<4, WidenedProducts<4>, WidenedTile>(work, sums);
 }
 MOESERVE_TARGET_NEON_DOT void accumulate_neon_dot(const ProductWork& work, float* sums) {
-  accumulate<4, WidenedProducts<4>, QuantizedProducts<4, ByteDotProducts>>(work, sums);
+  accumulate<4, WidenedProducts<4>, DotTile>(work, sums);
 }
 MOESERVE_TARGET_NEON_BF16 void accumulate_neon_bf16(const ProductWork& work, float* sums) {
-  accumulate<4, BFloat16DotProducts<4>, QuantizedProducts<4, ByteDotProducts>>(work, sums);
+  accumulate<4, BFloat16DotProducts<4>, DotTile>(work, sums);
 }
 
 }  // namespace

@@ -137,15 +137,21 @@ struct SignedBlockProducts : BlockWeights<W, kType> {
   }
 };
 
-// The products of all quantised formats by `Dot`.
+// The products of each quantised format by `Dot`.
+template <int W, WeightFormat kFormat, template <int, template <int> typename> typename Dot>
+struct QuantizedTile : SignedBlockProducts<W, kFormat, Dot<W, SignedInt8Weights>> {};
 template <int W, template <int, template <int> typename> typename Dot>
-struct QuantizedProducts {
-  using Int8 = Dot<W, SignedInt8Weights>;
-  using Int4 = Dot<W, Int4Weights>;
-  using Mxfp4 = Dot<W, Mxfp4Weights>;
-  using Q8 = Dot<W, SignedQ8Weights>;
-  template <WeightFormat kType>
-  using Blocks = SignedBlockProducts<W, kType, Int8>;
-};
+struct QuantizedTile<W, WeightFormat::kInt8, Dot> : Dot<W, SignedInt8Weights> {};
+template <int W, template <int, template <int> typename> typename Dot>
+struct QuantizedTile<W, WeightFormat::kInt4, Dot> : Dot<W, Int4Weights> {};
+template <int W, template <int, template <int> typename> typename Dot>
+struct QuantizedTile<W, WeightFormat::kMxfp4, Dot> : Dot<W, Mxfp4Weights> {};
+template <int W, template <int, template <int> typename> typename Dot>
+struct QuantizedTile<W, WeightFormat::kQ8_0, Dot> : Dot<W, SignedQ8Weights> {};
+
+template <int W, WeightFormat kFormat>
+using WidenedTile = QuantizedTile<W, kFormat, WidenedByteProducts>;
+template <int W, WeightFormat kFormat>
+using DotTile = QuantizedTile<W, kFormat, ByteDotProducts>;
 
 }  // namespace moeserve

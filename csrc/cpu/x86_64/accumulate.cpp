@@ -17,13 +17,13 @@ namespace {
 constexpr int64_t inputs_of_block(int num_tiles) { return num_tiles <= 4 ? 128 : kBlockInputs; }
 
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const ProductWork& work, float* sums) {
-  accumulate<8, WidenedProducts<8>, PairProducts<8>>(work, sums);
+  accumulate<8, WidenedProducts<8>, PairTile>(work, sums);
 }
 MOESERVE_TARGET_AVX2 void accumulate_avx2_vnni(const ProductWork& work, float* sums) {
-  accumulate<8, WidenedProducts<8>, DotProducts<8>>(work, sums);
+  accumulate<8, WidenedProducts<8>, DotTile>(work, sums);
 }
 MOESERVE_TARGET_AVX512 void accumulate_avx512(const ProductWork& work, float* sums) {
-  accumulate<16, WidenedProducts<16>, DotProducts<16>>(work, sums);
+  accumulate<16, WidenedProducts<16>, DotTile>(work, sums);
 }
 
 // Call run(std::integral_constant) with the number of rows, from 1 to kDotRows, as a constant.
@@ -128,6 +128,17 @@ void accumulate_amx(const ProductWork& work, float* sums) {
   release_tiles();
 }
 
+// Return true if the product of a format with AVX2 alone reads rows as 16-bit integers.
+template <int kFirst = 0>
+bool widens_pairs(WeightFormat format) {
+  if constexpr (kFirst < kNumFormats) {
+    constexpr auto kFormat = static_cast<WeightFormat>(kFirst);
+    if (format != kFormat) return widens_pairs<kFirst + 1>(format);
+    if constexpr (is_quantized(kFormat)) return PairTile<8, kFormat>::kRowBytes == 8;
+  }
+  return false;
+}
+
 }  // namespace
 
 Accumulate choose_accumulate(Isa isa) {
@@ -146,8 +157,6 @@ Accumulate choose_accumulate(Isa isa) {
   return accumulate_amx;
 }
 
-bool widens_rows(WeightFormat format, Isa isa) {
-  return isa == Isa::kAvx2 && (format == WeightFormat::kInt8 || format == WeightFormat::kQ8_0);
-}
+bool widens_rows(WeightFormat format, Isa isa) { return isa == Isa::kAvx2 && widens_pairs(format); }
 
 }  // namespace moeserve

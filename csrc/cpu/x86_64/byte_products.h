@@ -227,25 +227,29 @@ struct SignedBlockProducts : BlockPairProducts<W, WeightFormat::kIQ4_XS> {
   }
 };
 
-// The products of all formats with VPDPBUSD, and with AVX2 alone.
+// The products of each format with VPDPBUSD, and with AVX2 alone.
+template <int W, WeightFormat kFormat>
+struct DotTile : BlockDotProducts<W, kFormat> {};
 template <int W>
-struct DotProducts {
-  using Int8 = ByteDotProducts<W, Int8Weights>;
-  using Int4 = ByteDotProducts<W, Int4Weights>;
-  using Mxfp4 = ByteDotProducts<W, Mxfp4Weights>;
-  using Q8 = ByteDotProducts<W, Q8Weights>;
-  template <WeightFormat kType>
-  using Blocks = BlockDotProducts<W, kType>;
-};
+struct DotTile<W, WeightFormat::kInt8> : ByteDotProducts<W, Int8Weights> {};
 template <int W>
-struct PairProducts {
-  using Int8 = WidenedByteProducts<W, Int8Weights>;
-  using Int4 = NibbleProducts<W>;
-  using Mxfp4 = SignedNibbleProducts<W>;
-  using Q8 = WidenedByteProducts<W, Q8Weights>;
-  template <WeightFormat kType>
-  using Blocks =
-      std::conditional_t<kType == WeightFormat::kIQ4_XS, SignedBlockProducts<W>, BlockPairProducts<W, kType>>;
-};
+struct DotTile<W, WeightFormat::kInt4> : ByteDotProducts<W, Int4Weights> {};
+template <int W>
+struct DotTile<W, WeightFormat::kMxfp4> : ByteDotProducts<W, Mxfp4Weights> {};
+template <int W>
+struct DotTile<W, WeightFormat::kQ8_0> : ByteDotProducts<W, Q8Weights> {};
+
+template <int W, WeightFormat kFormat>
+struct PairTile : BlockPairProducts<W, kFormat> {};
+template <int W>
+struct PairTile<W, WeightFormat::kInt8> : WidenedByteProducts<W, Int8Weights> {};
+template <int W>
+struct PairTile<W, WeightFormat::kInt4> : NibbleProducts<W> {};
+template <int W>
+struct PairTile<W, WeightFormat::kMxfp4> : SignedNibbleProducts<W> {};
+template <int W>
+struct PairTile<W, WeightFormat::kQ8_0> : WidenedByteProducts<W, Q8Weights> {};
+template <int W>
+struct PairTile<W, WeightFormat::kIQ4_XS> : SignedBlockProducts<W> {};
 
 }  // namespace moeserve

@@ -21,7 +21,7 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights, Weights
 from moeserve.machine import shown_bytes
-from moeserve.models.checkpoint import gguf_blocks
+from moeserve.models.checkpoint import stored_codes
 from moeserve.models.checkpoint.float4_tensors import Mxfp4Matrices
 from moeserve.models.checkpoint.float8_tensors import ScaledTensor
 from moeserve.models.checkpoint.integer_tensors import GroupedTensor
@@ -121,7 +121,7 @@ def load_weights(
     if decoded:
         counts = {
             "mxfp4": sum(places[0].mxfp4_scales is not None for places in into.values()),
-            "types of GGUF": sum(places[0].is_gguf for places in into.values()),
+            "their stored types": sum(places[0].is_stored for places in into.values()),
         }
         is_int4 = "int4" in str(checkpoint.stored_as)
         keeps_int4 = any(place.int4_scales is not None for places in into.values() for place in places)
@@ -218,7 +218,7 @@ def _check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -
 
 
 def _num_bytes(place: Destination) -> int:
-    return gguf_blocks.num_bytes(place) if place.is_gguf else sum(part.nbytes for part in place.tensors)
+    return stored_codes.num_bytes(place) if place.is_stored else sum(part.nbytes for part in place.tensors)
 
 
 def _fill(
@@ -227,9 +227,9 @@ def _fill(
     memory = place.memory
     if memory.numel() == 0:  # this rank has no part of the tensor
         return
-    if place.is_gguf:
-        gguf_blocks.fill(place, tensor)
-        progress.update(gguf_blocks.num_bytes(place))
+    if place.is_stored:
+        stored_codes.fill(place, tensor, read_rows)
+        progress.update(stored_codes.num_bytes(place))
         return
     first, *others = place.part or (slice(0, place.shape[0]),)
     if place.mxfp4_scales is not None:
@@ -273,7 +273,7 @@ def _fill(
 
 
 def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:
-    is_kept = place.is_in_blocks or place.int4_scales is not None or place.mxfp4_scales is not None or place.is_gguf
+    is_kept = place.is_in_blocks or place.int4_scales is not None or place.mxfp4_scales is not None or place.is_stored
     return tensor.is_encoded and not is_kept
 
 

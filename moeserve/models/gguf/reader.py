@@ -64,6 +64,11 @@ class StoredArray:
     start: int = 0  # offset of the data in the file, in bytes
     scale: np.ndarray | None = None  # multiplies all values, or one for each slice of the first dimension
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """The values and the bytes of a block."""
+        return _block_of(self.kind)
+
     def check(self) -> None:
         """Raise CheckpointError if the gguf package cannot dequantise tensors of this type."""
         if not _is_readable(self.kind):

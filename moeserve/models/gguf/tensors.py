@@ -15,11 +15,8 @@ from moeserve.errors import CheckpointError
 from moeserve.models.checkpoint.float4_tensors import E8M0_NAN
 from moeserve.models.checkpoint.tensors import ReadRows
 from moeserve.models.gguf.reader import StoredArray
-from moeserve.ops.products.interface import GgufFormat
+from moeserve.ops.products.interface import PackedFormat, StoredCodes
 
-PACKED_FORMATS: dict[str, GgufFormat] = {
-    **{"Q8_0": "q8_0", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "IQ4_XS": "iq4_xs", "Q5_0": "q5_0"},
-}
 _Q4_0_BYTES = 18  # of a group: a float16 scale, then the codes
 _MXFP4_BYTES = 17  # of a group: an exponent, then the codes
 
@@ -76,15 +73,25 @@ class GgufTensor:
         return self.stored.kind.name
 
     @property
-    def gguf_format(self) -> GgufFormat | None:
-        """The format of packed weights with the same codes and scales."""
-        return PACKED_FORMATS.get(self.type_name) if self.stored.scale is None and self.columns is None else None
+    def packed_format(self) -> PackedFormat | None:
+        """The format of packed weights with the same codes and scales. Kernels need not have it."""
+        is_as_stored = self.stored.scale is None and self.columns is None
+        return self.type_name.lower() if is_as_stored and self.type_name != "MXFP4" else None
 
-    def read_blocks_of_rows(self, start: int, stop: int) -> Tensor:
-        blocks = self.stored.data[slice(start, stop) if self.rows is None else self.rows[start:stop]]
+    @property
+    def block_inputs(self) -> int:
+        return self.stored.block[0]
+
+    def read_codes(self, read_rows: ReadRows, part: tuple[slice, ...], inputs: slice, unit: int) -> StoredCodes:
+        first, others = part[0], (slice(None), *part[1:])
+        blocks = self.stored.data[first if self.rows is None else self.rows[first]]
         with warnings.catch_warnings():  # the mapped file is read-only, which torch does not know
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return torch.from_numpy(blocks)
+            codes = torch.from_numpy(blocks)
+        size, num_bytes = self.stored.block
+        columns = slice(inputs.start // size * num_bytes, -(-inputs.stop // size) * num_bytes)
+        rows = codes[others][..., columns]
+        return StoredCodes(rows.reshape(-1, rows.shape[-1]), None, inputs.start % size)
 
     @property
     def is_mxfp4(self) -> bool:

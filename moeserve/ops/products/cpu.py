@@ -15,12 +15,13 @@ from moeserve.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, is_measured
 from moeserve.ops.products.interface import (
     Gather,
-    GgufRows,
     InputChunks,
     OpenWeights,
     PackedFormat,
     PackedWeights,
     RowGroups,
+    StoredCodes,
+    StoredRows,
 )
 from moeserve.ops.rows.activations import kernel_arguments
 
@@ -38,7 +39,7 @@ def native_weights(native: ModuleType, packed: PackedWeights) -> Any:
     the number of threads.
     """
     return native.PackedWeights(
-        packed.gguf_rows[0].format if packed.format == "gguf" else packed.format,
+        packed.format,
         packed.panels,
         packed.num_outputs,
         packed.num_inputs,
@@ -111,21 +112,22 @@ class CpuHeadProduct:
 
 
 def _parts_of(native: ModuleType, packed: PackedWeights) -> Iterator[tuple[int, PackedWeights]]:
-    """Yield the first output and the weights of each part that has a type of GGUF of its own, or all weights."""
-    if len({rows.format for rows in packed.gguf_rows}) < 2:
+    """Yield the first output and the weights of each part that has a format of its own, or all weights."""
+    if len({rows.format for rows in packed.stored_rows}) < 2:
         yield 0, packed
         return
     first, packing, panels_eB = 0, CpuPacking(native), packed.panels
-    for rows in packed.gguf_rows:
-        size, end = packing.num_gguf_bytes([rows], packed.num_inputs, packed.chunks), first + rows.num_rows
+    for rows in packed.stored_rows:
+        size, end = packing.num_stored_bytes([rows], packed.num_inputs, packed.chunks), first + rows.num_rows
         yield (
             first,
             replace(
                 packed,
+                format=rows.format,
                 panels=panels_eB[:, :size],
                 num_outputs=rows.num_rows,
                 bias_eO=None if packed.bias_eO is None else packed.bias_eO[:, first:end],
-                gguf_rows=(rows,),
+                stored_rows=(rows,),
             ),
         )
         first, panels_eB = end, panels_eB[:, size:]
@@ -136,6 +138,7 @@ class CpuPacking:
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
+        self.stored_formats: frozenset[PackedFormat] = frozenset(native.stored_formats())  # keep a checkpoint's codes
         self._shared_B = torch.empty(0, dtype=torch.uint8)  # the rest of the memory that small weights share
 
     def supports(self, weights: OpenWeights) -> bool:
@@ -145,37 +148,43 @@ class CpuPacking:
     def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
         """Return the bytes of each packed weight."""
         num_outputs, num_inputs = weights.weight_eOI.shape[1], weights.num_inputs
-        if packed_format == "gguf":
-            return self.num_gguf_bytes(weights.gguf_rows, num_inputs, weights.chunks)
+        if weights.stored_rows:
+            return self.num_stored_bytes(weights.stored_rows, num_inputs, weights.chunks)
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
         return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts, chunk_inputs))
 
-    def num_gguf_bytes(self, rows: Iterable[GgufRows], num_inputs: int, chunks: InputChunks | None) -> int:
-        """Return the bytes of rows in types of GGUF."""
+    def num_stored_bytes(self, rows: Iterable[StoredRows], num_inputs: int, chunks: InputChunks | None) -> int:
+        """Return the bytes of rows that keep a checkpoint's codes."""
         size = None if chunks is None else chunks.size
         return sum(int(self._native.packed_bytes(each.format, each.num_rows, num_inputs, 1, size)) for each in rows)
 
-    def pack_gguf(self, weights: OpenWeights, panels_B: Tensor, row: int, stored_RB: Tensor, first_input: int) -> bool:
+    def pack_stored(self, weights: OpenWeights, panels_B: Tensor, row: int, stored: StoredCodes) -> bool:
         """Pack rows of one weight, from `row` on, into its panels. Return False if a scale is not finite.
 
         Args:
-            row: a multiple of PANEL_ROWS after the first row of its type.
-            stored_RB: blocks as the file stores them.
-            first_input: the inputs of the first block that are left out.
+            row: a multiple of PANEL_ROWS after the first row of its format.
         """
         start, first = 0, 0
-        for rows in weights.gguf_rows:
+        for rows in weights.stored_rows:
             if row < first + rows.num_rows:
                 break
-            start += self.num_gguf_bytes([rows], weights.num_inputs, weights.chunks)
+            start += self.num_stored_bytes([rows], weights.num_inputs, weights.chunks)
             first += rows.num_rows
         if row > first:
-            start += self.num_gguf_bytes([GgufRows(rows.format, row - first)], weights.num_inputs, weights.chunks)
-        size = self.num_gguf_bytes([GgufRows(rows.format, len(stored_RB))], weights.num_inputs, weights.chunks)
-        chunk_inputs = None if weights.chunks is None else weights.chunks.size
-        panels_B = panels_B[start : start + size]
+            start += self.num_stored_bytes([StoredRows(rows.format, row - first)], weights.num_inputs, weights.chunks)
+        size = self.num_stored_bytes(
+            [StoredRows(rows.format, len(stored.codes_RB))], weights.num_inputs, weights.chunks
+        )
         return bool(
-            self._native.pack_gguf(rows.format, stored_RB, first_input, weights.num_inputs, panels_B, chunk_inputs)
+            self._native.pack_stored(
+                rows.format,
+                stored.codes_RB,
+                panels_B[start : start + size],
+                weights.num_inputs,
+                chunk_inputs=None if weights.chunks is None else weights.chunks.size,
+                scales=stored.scales_RG,
+                first_input=stored.first_input,
+            )
         )
 
     def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
@@ -195,7 +204,9 @@ class CpuPacking:
             assert weights.scales_eGB is not None
             assert weights.chunks is None, "experts in MXFP4 are never divided by inputs"
             for codes_OI, scales_OG, panel in zip(weight_eOI, weights.scales_eGB, panels, strict=True):
-                self._native.pack_mxfp4(codes_OI, scales_OG, panel, weights.num_parts)
+                self._native.pack_stored(
+                    packed_format, codes_OI, panel, weights.num_inputs, weights.num_parts, scales=scales_OG
+                )
             return PackedWeights.from_panels(weights, packed_format, panels)
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
         scales_eOG = weights.int4_scales_eOG if packed_format == "int4" else None

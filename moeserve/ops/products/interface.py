@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,17 +42,25 @@ class InputChunks:
     keeps_float32: bool  # results are not rounded, because they are logits, or partial sums that the ranks add
 
 
-GgufFormat = Literal["q8_0", "q4_k", "q5_k", "q6_k", "iq4_xs", "q5_0"]
-GGUF_GROUP = 32  # inputs at whose multiples a type of GGUF can be cut
+PackedFormat = str  # a name in the table of formats in csrc/cpu/weight_format.h
+STORED_GROUP = 32  # inputs at whose multiples formats that keep a checkpoint's codes can be cut
 PANEL_ROWS = 32  # outputs of a panel, at whose multiples rows can be packed one after another
 
 
 @dataclass(frozen=True)
-class GgufRows:
-    """Rows of a weight in a type of GGUF."""
+class StoredRows:
+    """Rows of a weight that keep the codes of a checkpoint."""
 
-    format: GgufFormat
+    format: PackedFormat
     num_rows: int
+
+
+class StoredCodes(NamedTuple):
+    """Rows of a weight as a checkpoint stores them."""
+
+    codes_RB: Tensor  # uint8, rows contiguous
+    scales_RG: Tensor | None = None  # scales that are not among the codes, one for each unit of inputs
+    first_input: int = 0  # inputs of the first block that are left out
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class OpenWeights:
     # [e, O, G] float16: a scale for each INT4_GROUP inputs. Weights that are integers times these scales, with fewer
     # than 16 distinct integers in a group, are packed as int4 without loss. None: packing chooses scales.
     int4_scales_eOG: Tensor | None = None
-    gguf_rows: tuple[GgufRows, ...] = ()  # types of GGUF in which the weights stay; empty: none
+    stored_rows: tuple[StoredRows, ...] = ()  # the formats in which the weights stay as they are stored; empty: none
 
     @property
     def is_mxfp4(self) -> bool:
@@ -141,24 +149,22 @@ class HeadProduct(Protocol):
         ...
 
 
-# "gguf": in the types that `gguf_rows` lists
-PackedFormat = Literal["float32", "bfloat16", "int8", "int4", "mxfp4", "gguf"]
 INT4_GROUP = 32  # inputs of int4 weights that share a scale and a zero point
 MXFP4_GROUP = 32  # inputs of weights in MXFP4 that share a scale
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Weights packed in the order in which CPU kernels read them (csrc/cpu/packed_weight.h)."""
+    """Weights packed in the order in which CPU kernels read them (csrc/cpu/weight_format.h)."""
 
-    format: PackedFormat
+    format: PackedFormat  # of the first rows, if `stored_rows` lists several
     panels: Tensor  # [e, bytes] uint8
     num_outputs: int
     num_inputs: int
     bias_eO: Tensor | None
     activation: Activation | None
     chunks: InputChunks | None = None
-    gguf_rows: tuple[GgufRows, ...] = ()
+    stored_rows: tuple[StoredRows, ...] = ()
 
     @classmethod
     def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
@@ -171,7 +177,7 @@ class PackedWeights:
             weights.bias_eO,
             weights.activation,
             weights.chunks,
-            weights.gguf_rows,
+            weights.stored_rows,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Weights in types of GGUF that CPU kernels read: their codes and scales are packed without a change."""
+"""Weights whose codes and scales are packed as the checkpoint stores them, because CPU kernels read them."""
 
 from __future__ import annotations
 
@@ -8,46 +8,58 @@ from collections import Counter
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
 from moeserve.errors import CheckpointError
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights
 from moeserve.models.checkpoint.shards import Checkpoint
-from moeserve.models.checkpoint.tensors import CheckpointTensor
+from moeserve.models.checkpoint.tensors import CheckpointTensor, ReadRows
 from moeserve.ops.products import SINGLE
-from moeserve.ops.products.interface import GGUF_GROUP, PANEL_ROWS, GgufFormat, GgufRows, InputChunks
+from moeserve.ops.products.interface import (
+    PANEL_ROWS,
+    STORED_GROUP,
+    InputChunks,
+    PackedFormat,
+    StoredCodes,
+    StoredRows,
+)
 
 logger = logging.getLogger(__name__)
 
-BLOCK_INPUTS: dict[GgufFormat, int] = {"q8_0": 32, "q4_k": 256, "q5_k": 256, "q6_k": 256, "iq4_xs": 256, "q5_0": 32}
-
 
 @runtime_checkable
-class GgufTyped(CheckpointTensor, Protocol):
-    """A tensor of the model that a GGUF file stores in a type, such as Q4_K."""
+class TypedTensor(CheckpointTensor, Protocol):
+    """A tensor of the model that a checkpoint stores in a type, such as Q4_K."""
 
     @property
     def type_name(self) -> str: ...
 
 
 @runtime_checkable
-class GgufBlocks(GgufTyped, Protocol):
-    """A tensor of a GGUF file."""
+class CodedTensor(TypedTensor, Protocol):
+    """A tensor whose codes and scales packed weights can keep."""
 
     @property
     def stored_name(self) -> str:
         """The name in the file."""
 
     @property
-    def gguf_format(self) -> GgufFormat | None:
+    def packed_format(self) -> PackedFormat | None:
         """The format of packed weights with the same codes and scales; None: there is none."""
 
-    def read_blocks_of_rows(self, start: int, stop: int) -> Tensor:
-        """Return the blocks [stop - start, ..., bytes] uint8 of slices of the first dimension, as they are stored."""
+    @property
+    def block_inputs(self) -> int:
+        """Number of inputs in a block of codes with their scales."""
+
+    def read_codes(self, read_rows: ReadRows, part: tuple[slice, ...], inputs: slice, unit: int) -> StoredCodes:
+        """Return the rows of a part as they are stored.
+
+        Args:
+            part: slices of all dimensions but the last.
+            unit: number of inputs that share a scale in the packed weights.
+        """
 
 
-def keep_gguf(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
+def keep_stored(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
     """Prepare all weights whose tensors the kernels can read as they are stored, and log the others.
 
     Args:
@@ -65,30 +77,23 @@ def keep_gguf(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> Non
         if isinstance(rows, str):
             others[rows] += 1
         elif rows:
-            weights.keep_gguf(rows)
+            weights.keep_stored(rows)
     if others:
         reasons = "; ".join(f"{count} {reason}" for reason, count in others.most_common())
         logger.warning("%s: some weights do not stay as they are stored: %s", checkpoint.folder, reasons)
 
 
-def fill(place: Destination, tensor: CheckpointTensor) -> None:
+def fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows) -> None:
     """Pack the part of a tensor that belongs to a destination.
 
     Raises:
         CheckpointError: a scale is not finite.
     """
-    assert isinstance(tensor, GgufBlocks)
-    assert tensor.gguf_format is not None
+    assert isinstance(tensor, CodedTensor)
     assert place.owner is not None
-    first, *others = place.part or (slice(0, place.shape[0]),)
-    inputs = _inputs_of(place)
-    blocks = tensor.read_blocks_of_rows(first.start, first.stop)
-    size = BLOCK_INPUTS[tensor.gguf_format]
-    num_bytes = blocks.shape[-1] // (place.shape[-1] // size)
-    columns = slice(inputs.start // size * num_bytes, -(-inputs.stop // size) * num_bytes)
-    part = (slice(None), *others[: len(place.shape) - 2])
-    rows = blocks[part][..., columns]
-    if not place.owner.fill_gguf(place.first_row, rows.reshape(-1, rows.shape[-1]), inputs.start % size):
+    part = (place.part or (slice(0, place.shape[0]),))[: len(place.shape) - 1]
+    unit = _unit_of(tensor, place.owner)
+    if not place.owner.fill_stored(place.first_row, tensor.read_codes(read_rows, part, _inputs_of(place), unit)):
         raise CheckpointError(
             f"{tensor.shard}: tensor {tensor.stored_name!r} holds a scale that is not finite; fetch it again"
         )
@@ -106,17 +111,17 @@ def _inputs_of(place: Destination) -> slice:
 
 def _stored_rows(
     weights: AnyWeights, parts: list[tuple[Destination, CheckpointTensor | None]]
-) -> tuple[GgufRows, ...] | str:
+) -> tuple[StoredRows, ...] | str:
     """Return the rows of each weight, none if its tensors are not quantised, or why it cannot stay as it is stored."""
-    formats: dict[int, tuple[int, GgufFormat]] = {}  # by first row: number of rows and format
+    formats: dict[int, tuple[int, PackedFormat]] = {}  # by first row: number of rows and format
     for place, tensor in parts:
-        if not isinstance(tensor, GgufTyped) or tensor.type_name in ("F32", "F16", "BF16"):
+        if not isinstance(tensor, TypedTensor) or tensor.type_name in ("F32", "F16", "BF16"):
             return ()
-        if not isinstance(tensor, GgufBlocks) or tensor.gguf_format is None:
+        if not isinstance(tensor, CodedTensor) or tensor.packed_format not in weights.stored_formats:
             return f"in {tensor.type_name}"
-        if tensor.shape != place.shape or not _is_aligned(place, tensor.gguf_format, weights):
+        if tensor.shape != place.shape or not _is_aligned(place, tensor, weights):
             return "in another order of rows or inputs"
-        formats[place.first_row] = math.prod(place.memory.shape[:-1]), tensor.gguf_format
+        formats[place.first_row] = math.prod(place.memory.shape[:-1]), tensor.packed_format
     num_weights, num_outputs, _ = weights.shape
     part_rows = num_outputs // weights.num_parts
     of_slot = {first: rows for first, rows in sorted(formats.items()) if first < num_outputs}
@@ -124,14 +129,14 @@ def _stored_rows(
     ends = [first + rows for first, (rows, _) in of_slot.items()]
     if formats != expected or [0, *ends] != [*of_slot, num_outputs]:
         return "that differ from expert to expert"
-    merged: list[GgufRows] = []
-    for first, (rows, gguf_format) in of_slot.items():
+    merged: list[StoredRows] = []
+    for first, (rows, packed_format) in of_slot.items():
         start = sum(each.num_rows for each in merged)
-        if not merged or merged[-1].format != gguf_format or first % part_rows == 0:
-            merged.append(GgufRows(gguf_format, rows))
+        if not merged or merged[-1].format != packed_format or first % part_rows == 0:
+            merged.append(StoredRows(packed_format, rows))
         else:
             start -= merged[-1].num_rows
-            merged[-1] = GgufRows(gguf_format, merged[-1].num_rows + rows)
+            merged[-1] = StoredRows(packed_format, merged[-1].num_rows + rows)
         if (first - start) % PANEL_ROWS:
             return f"with parts that do not begin at multiples of {PANEL_ROWS} rows"
     has_several = any(a.format != b.format for a, b in pairwise(merged))
@@ -140,13 +145,18 @@ def _stored_rows(
     return tuple(merged)
 
 
-def _is_aligned(place: Destination, gguf_format: GgufFormat, weights: AnyWeights) -> bool:
+def _is_aligned(place: Destination, tensor: CodedTensor, weights: AnyWeights) -> bool:
     """Return True if a destination has whole rows of one weight, and its chunks begin where blocks can be cut."""
     num_outputs, num_inputs = weights.shape[1:]
     num_rows = math.prod(place.memory.shape[:-1])
     is_whole_rows = place.memory.stride()[-2:] == (num_inputs, 1) and place.memory.shape[-1] == num_inputs
     is_in_one = place.first_row // num_outputs == (place.first_row + num_rows - 1) // num_outputs
-    inputs, chunks = _inputs_of(place), weights.chunks or InputChunks(num_inputs, keeps_float32=False)
-    unit = math.gcd(BLOCK_INPUTS[gguf_format], chunks.size)
-    is_cut_between = unit % GGUF_GROUP == 0 and inputs.start % unit == 0 and num_inputs % unit == 0
+    inputs, unit = _inputs_of(place), _unit_of(tensor, weights)
+    is_cut_between = unit % STORED_GROUP == 0 and inputs.start % unit == 0 and num_inputs % unit == 0
     return is_whole_rows and is_in_one and is_cut_between and (place.offset, place.factor) == (0.0, 1.0)
+
+
+def _unit_of(tensor: CodedTensor, weights: AnyWeights) -> int:
+    """Return the number of inputs that packed weights store together."""
+    chunks = weights.chunks or InputChunks(weights.shape[2], keeps_float32=False)
+    return math.gcd(tensor.block_inputs, chunks.size)
