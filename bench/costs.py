@@ -19,6 +19,7 @@ class WeightFormat:
 
     bits: float  # projections and experts
     head_bits: float  # output head
+    multiplies_bytes: bool = False  # rows are quantised too
 
     def bits_of(self, part: str, head: str) -> float:
         if part in UNQUANTIZED:
@@ -28,12 +29,12 @@ class WeightFormat:
 
 FORMATS = {
     "bfloat16": WeightFormat(16, 16),
-    "int8": WeightFormat(8, 8),
-    "int4": WeightFormat(4.75, 8),
-    "mxfp4": WeightFormat(4.25, 16),
+    "int8": WeightFormat(8, 8, True),
+    "int4": WeightFormat(4.75, 8, True),
+    "mxfp4": WeightFormat(4.25, 16, True),
     "fp8": WeightFormat(8 + 32 / 128**2, 16),  # ignores the few 16-bit weights of latent attention
-    "q8_0": WeightFormat(8.5, 8.5),
-    "q4_0": WeightFormat(4.5, 6.5625),  # llama.cpp stores the head as q6_K
+    "q8_0": WeightFormat(8.5, 8.5, True),
+    "q4_0": WeightFormat(4.5, 6.5625, True),  # llama.cpp stores the head as q6_K
 }
 
 
@@ -42,7 +43,7 @@ def step_work(model: Path, *, num_tokens: int, num_logits: int, weights: WeightF
 
     All weights but the token embedding are read. Of the experts, only those that some token is routed to are read: with
     random routing, a fraction 1 - (1 - k / E) ** num_tokens. Keys, values and attention itself are left out; with short
-    contexts they are below 2%. Multiply-adds count as bf16, whatever the weight format.
+    contexts they are below 2%.
     """
     description = describe(model)
     parts = summarize(description, "bfloat16").parts
@@ -54,4 +55,4 @@ def step_work(model: Path, *, num_tokens: int, num_logits: int, weights: WeightF
         share_read = 1 - (1 - part.num_active / part.num_parameters) ** num_tokens
         num_bits += weights.bits_of(part.name, head) * share_read * part.num_parameters
         operations += 2 * part.num_active * (num_logits if part.name == head else num_tokens)
-    return Work(num_bytes=num_bits / 8, operations=operations)
+    return Work(num_bits / 8, operations, weights.multiplies_bytes)

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     has_bfloat16 = NATIVE.instruction_set in ("avx512_bf16", "amx", "neon_bf16")
     for table in options.table or TABLES:
         dtype = torch.bfloat16 if has_bfloat16 and table != "linear_attention" else torch.float32
-        probe = LimitProbe(buffer_bytes=1 << 28, matmul_size=1024, dtype=dtype, clock=clock)
+        probe = LimitProbe(dtype=dtype, clock=clock)
         for operation, shapes in TABLES[table]:
             rows = [row for shape in shapes for row in measure(operation, shape, options.rounds, probe, clock)]
             show_and_save(options.json, [{"benchmark": table} | row for row in rows])

@@ -1,24 +1,29 @@
-"""The limits of the machine: memory read bandwidth and rate of matrix products."""
+"""The limits of the machine: memory read bandwidth and rate of multiply-adds, by instructions that do nothing else."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from moeserve.ops import products as products_ops
-from moeserve.ops.products.interface import OpenWeights, PackedFormat
-from moeserve.ops.select import select_backend
+from moeserve.errors import SettingsError
+from moeserve.memory import BufferPool
+from moeserve.ops.native import missing_kernels, native_kernels
+
+CACHES = Path("/sys/devices/system/cpu")
+UNKNOWN_CACHE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The highest rates measured with `num_threads` threads, in torch and in our own matrix products."""
+    """The highest rates measured with `num_threads` threads. A multiply-add counts as two operations."""
 
     read_bandwidth: float  # GB/s, 1e9 bytes
-    matmul_rate: float  # bf16 GFLOP/s; a multiply-add counts as two
+    matmul_rate: float  # bf16 GFLOP/s
+    byte_matmul_rate: float  # int8, in 1e9 operations per second
     num_threads: int
 
 
@@ -28,78 +33,86 @@ class Work:
 
     num_bytes: float  # bytes to read
     operations: float  # of matrix products; a multiply-add counts as two
+    multiplies_bytes: bool = False  # instead of bf16
 
     def seconds(self, limits: MachineLimits) -> float:
         """Return the minimum time. Reading and computing overlap, so it is the longer of the two."""
-        return max(self.num_bytes / (limits.read_bandwidth * 1e9), self.operations / (limits.matmul_rate * 1e9))
+        rate = limits.byte_matmul_rate if self.multiplies_bytes else limits.matmul_rate
+        return max(self.num_bytes / (limits.read_bandwidth * 1e9), self.operations / (rate * 1e9))
 
 
 class LimitProbe:
-    """Measures the limits repeatedly, each time in well under a second, with torch's current number of threads.
+    """Measures the limits repeatedly, each time in well under a second, with the number of threads of the C++ kernels.
 
     On a shared machine a limit may last only a second. Each figure is therefore the best of several passes, not their
     median:
 
-    - Reading: the sum of a float32 buffer of `buffer_bytes`, or the dot product of its halves, whichever is faster.
-      The buffer must be larger than the caches.
-    - Products: `matmul_size` / 4 rows times a square bf16 weight of `matmul_size`, with torch's linear or our packed
-      product, whichever is faster.
-
-    Other code may read slightly faster than torch, so a fraction of this limit can exceed 1.
+    - Reading: loads of whole vectors, with prefetching, from a buffer in large pages.
+    - Products: multiply-adds on registers. The limit of a format is that of the fastest instruction, among those that
+      the kernels may use, for this format or one of more bits.
 
     Args:
-        dtype: of the products.
+        buffer_bytes: to read. None: four times the size of all caches, so that little is still in a cache.
+        dtype: of the products that `matmul_rate` counts.
         clock: returns seconds; `time.process_time` leaves out those in which other processes had the core.
+
+    Raises:
+        SettingsError: there are no C++ kernels.
     """
 
     def __init__(
         self,
         *,
-        buffer_bytes: int = 1 << 30,
-        matmul_size: int = 4096,
+        buffer_bytes: int | None = None,
         num_passes: int = 3,
         dtype: torch.dtype = torch.bfloat16,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        kernels = native_kernels()
+        if kernels is None:
+            raise SettingsError(f"limits cannot be measured, because the C++ kernels {missing_kernels()}")
+        self._kernels = kernels
         self._num_passes = num_passes
         self._clock = clock
-        buffer = torch.ones(buffer_bytes // 8 * 2)  # not zeros: untouched pages would share one page of zeros
-        first_half, second_half = buffer.chunk(2)
-        self._num_bytes = buffer.nbytes
-        self._reads: list[Callable[[], object]] = [buffer.sum, lambda: torch.dot(first_half, second_half)]
-
-        rows = torch.randn(max(1, matmul_size // 4), matmul_size).to(dtype)
-        weight = torch.randn(matmul_size, matmul_size).to(dtype)
-        self._operations = 2 * rows.numel() * matmul_size
-        self._products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(rows, weight)]
-        backend = select_backend(torch.device("cpu"))
-        packing = backend.packing
-        if packing is not None:
-            packed_format: PackedFormat = "float32" if dtype == torch.float32 else "bfloat16"
-            packed = packing.pack(OpenWeights(weight[None]), packed_format, in_place=False)
-            product = products_ops.SINGLE.of_packed(backend.native, packed)
-            self._products.append(lambda: product.multiply(rows))
-        self.measure()  # the first pass touches pages and starts threads
+        self._formats = ["float32"] if dtype == torch.float32 else ["float32", "bfloat16"]
+        num_bytes = 4 * (cache_bytes() or UNKNOWN_CACHE_BYTES) if buffer_bytes is None else buffer_bytes
+        # Not zeros: untouched pages would share one page of zeros.
+        self._buffer = BufferPool().empty(num_bytes // 512 * 128, dtype=torch.int32).fill_(1)
+        self.measure()  # the first pass starts threads
 
     def measure(self) -> MachineLimits:
+        matmul_rate = max(map(self._multiply_rate, self._formats))
         return MachineLimits(
-            read_bandwidth=self._num_bytes / self._best_seconds(self._reads) / 1e9,
-            matmul_rate=self._operations / self._best_seconds(self._products) / 1e9,
-            num_threads=torch.get_num_threads(),
+            read_bandwidth=self._best_rate(self._read) / 1e9,
+            matmul_rate=matmul_rate / 1e9,
+            byte_matmul_rate=max(matmul_rate, self._multiply_rate("int8")) / 1e9,
+            num_threads=self._kernels.num_threads(),
         )
 
-    def _best_seconds(self, ways: Sequence[Callable[[], object]]) -> float:
-        return min(self._seconds(way) for _ in range(self._num_passes) for way in ways)
+    def _multiply_rate(self, number_format: str) -> float:
+        """Return operations per second."""
+        return self._best_rate(lambda: 2 * self._kernels.multiply_on_registers(number_format))
 
-    def _seconds(self, work: Callable[[], object]) -> float:
+    def _read(self) -> int:
+        self._kernels.read_memory(self._buffer)
+        return self._buffer.nbytes
+
+    def _best_rate(self, work: Callable[[], int]) -> float:
+        return max(self._rate(work) for _ in range(self._num_passes))
+
+    def _rate(self, work: Callable[[], int]) -> float:
         start = self._clock()
-        work()
-        return self._clock() - start
+        amount = work()
+        return amount / (self._clock() - start)
 
 
-def measure_limits(*, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 5) -> MachineLimits:
-    """Measure the limits once. See `LimitProbe`."""
-    return LimitProbe(buffer_bytes=buffer_bytes, matmul_size=matmul_size, num_passes=num_passes).measure()
+def cache_bytes(folder: Path = CACHES) -> int:
+    """Return the size of the caches of all cores together; 0 if unknown, as on systems other than Linux."""
+    size_of: dict[tuple[str, str], int] = {}
+    for cache in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
+        level, cores, size = ((cache / name).read_text() for name in ("level", "shared_cpu_list", "size"))
+        size_of[level, cores] = int(size.strip().removesuffix("K")) * 1024  # cores share a cache
+    return sum(size_of.values())
 
 
 def mean_limits(limits: Sequence[MachineLimits]) -> MachineLimits:
@@ -107,5 +120,6 @@ def mean_limits(limits: Sequence[MachineLimits]) -> MachineLimits:
     return MachineLimits(
         read_bandwidth=sum(each.read_bandwidth for each in limits) / len(limits),
         matmul_rate=sum(each.matmul_rate for each in limits) / len(limits),
+        byte_matmul_rate=sum(each.byte_matmul_rate for each in limits) / len(limits),
         num_threads=limits[0].num_threads,
     )

@@ -20,7 +20,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from moeserve.bench.costs import FORMATS
+from moeserve.bench.costs import FORMATS, WeightFormat
 from moeserve.bench.engines import QUANTIZATIONS, WEIGHT_FORMATS, Engine, own_engine, start_all
 from moeserve.bench.harness import (
     Row,
@@ -99,8 +99,8 @@ def measure(
         return num_rows / statistics.median(engine.run(num_rows, num_calls))
 
     def limit_rate(name: str, limits: MachineLimits) -> float:
-        bits = FORMATS[WEIGHT_FORMATS.get(name, "bfloat16")].bits
-        return num_rows / experts_work(shape, num_rows, bits).seconds(limits)
+        weights = FORMATS[WEIGHT_FORMATS.get(name, "bfloat16")]
+        return num_rows / experts_work(shape, num_rows, weights).seconds(limits)
 
     measures = {name: functools.partial(rate, engine) for name, engine in engines.items()}
     rounds = interleave_with_limits(measures, num_rounds, probe)
@@ -115,13 +115,14 @@ def measure(
     }
 
 
-def experts_work(shape: Shape, num_rows: int, bits: float = FORMATS["bfloat16"].bits) -> Work:
+def experts_work(shape: Shape, num_rows: int, weights: WeightFormat = FORMATS["bfloat16"]) -> Work:
     """Return the work of one call. Experts without rows are not read."""
     weights_per_expert = 3 * shape.hidden * shape.width
     num_read = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** num_rows)
     return Work(
-        num_bytes=num_read * weights_per_expert * bits / 8,
+        num_bytes=num_read * weights_per_expert * weights.bits / 8,
         operations=2 * num_rows * shape.top_k * weights_per_expert,
+        multiplies_bytes=weights.multiplies_bytes,
     )
 
 

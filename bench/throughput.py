@@ -5,8 +5,9 @@
 - *engines*: all decode greedily with the same number of threads on the same prompts, in bf16 unless their name says
   otherwise. moeserve runs in this process, each peer in its own process, which is stopped while it is not measured.
   Before the rounds of a cell, each engine runs once without being counted.
-- *limit*: the time to read the weights of a step at the memory bandwidth, or the time for its multiply-adds at the bf16
-  matrix rate, whichever is longer (`costs.py`). Both rates are measured before and after every sample, and averaged.
+- *limit*: the time to read the weights of a step at the memory bandwidth, or the time for its multiply-adds at the rate
+  of bf16 or of bytes, whichever is longer (`costs.py`, `limits.py`). All are measured before and after every sample,
+  and averaged.
 - *goals*: for each of our engines a multiple of the rate of the best peer of the same bits (bf16, int8 and q8_0, int4
   and q4_0), or a share of the limit if that is lower. `reached` is our rate divided by the goal, so a goal is met from
   1 on. `without` gives the peers of the same bits that were not measured, and the reasons.

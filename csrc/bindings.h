@@ -10,6 +10,7 @@ void bind_attention(nanobind::module_& module);
 void bind_compressed_attention(nanobind::module_& module);
 void bind_indexer(nanobind::module_& module);
 void bind_layers(nanobind::module_& module);
+void bind_limits(nanobind::module_& module);
 void bind_mixing(nanobind::module_& module);
 void bind_products(nanobind::module_& module);
 void bind_recurrent(nanobind::module_& module);

@@ -51,6 +51,7 @@ NB_MODULE(_cpu, module) {
   moeserve::bind_compressed_attention(module);
   moeserve::bind_indexer(module);
   moeserve::bind_layers(module);
+  moeserve::bind_limits(module);
   moeserve::bind_mixing(module);
   moeserve::bind_products(module);
   moeserve::bind_recurrent(module);

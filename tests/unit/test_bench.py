@@ -13,7 +13,7 @@ from moeserve.bench import decode, harness
 from moeserve.bench.checkpoints import CONFIGS, find_checkpoint, make_checkpoint
 from moeserve.bench.costs import FORMATS, step_work
 from moeserve.bench.decode import Workload
-from moeserve.bench.limits import LimitProbe, MachineLimits, Work, measure_limits
+from moeserve.bench.limits import LimitProbe, MachineLimits, Work, cache_bytes
 from moeserve.errors import CheckpointError
 
 
@@ -50,10 +50,20 @@ def test_checkpoint_is_made_once_and_never_over_something_else(tmp_path: Path, m
 
 
 def test_limits_are_plausible() -> None:
-    probe = LimitProbe(buffer_bytes=1 << 22, matmul_size=128, num_passes=2)
-    for limits in (probe.measure(), measure_limits(buffer_bytes=1 << 22, matmul_size=128)):
-        assert 0 < limits.read_bandwidth < 100_000
-        assert 0 < limits.matmul_rate < 1_000_000
+    limits = LimitProbe(buffer_bytes=1 << 22, num_passes=2).measure()
+    assert 0 < limits.read_bandwidth < 100_000
+    assert 0 < limits.matmul_rate <= limits.byte_matmul_rate < 1_000_000
+
+
+def test_caches_that_cores_share_count_once(tmp_path: Path) -> None:
+    for core, cores_of_last in enumerate(["0-1", "0-1", "2-3", "2-3"]):
+        for index, (level, cores, size) in enumerate([("2", str(core), "2048K"), ("3", cores_of_last, "32768K")]):
+            folder = tmp_path / f"cpu{core}/cache/index{index}"
+            folder.mkdir(parents=True)
+            for name, text in {"level": level, "shared_cpu_list": cores, "size": size}.items():
+                (folder / name).write_text(f"{text}\n")
+    assert cache_bytes(tmp_path) == (4 * 2048 + 2 * 32768) * 1024
+    assert cache_bytes(tmp_path / "cpu0") == 0
 
 
 def test_every_second_round_runs_in_reverse() -> None:
@@ -78,7 +88,9 @@ class Readings(LimitProbe):
 
     def measure(self) -> MachineLimits:
         self.num_taken += 1
-        return MachineLimits(read_bandwidth=10.0 * self.num_taken, matmul_rate=1000, num_threads=1)
+        return MachineLimits(
+            read_bandwidth=10.0 * self.num_taken, matmul_rate=1000, byte_matmul_rate=2000, num_threads=1
+        )
 
 
 def test_fractions_and_ratios_are_taken_within_a_round() -> None:
@@ -121,9 +133,10 @@ def test_work_of_a_step_is_a_recount_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_limit_is_the_slower_of_reading_and_computing() -> None:
-    limits = MachineLimits(read_bandwidth=10, matmul_rate=100, num_threads=1)
+    limits = MachineLimits(read_bandwidth=10, matmul_rate=100, byte_matmul_rate=400, num_threads=1)
     assert Work(num_bytes=2e9, operations=1e9).seconds(limits) == pytest.approx(0.2)
     assert Work(num_bytes=2e9, operations=80e9).seconds(limits) == pytest.approx(0.8)
+    assert Work(num_bytes=1e9, operations=80e9, multiplies_bytes=True).seconds(limits) == pytest.approx(0.2)
 
 
 def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated() -> None:

@@ -16,6 +16,7 @@ from planted_operations import plant
 from moeserve import cli
 from moeserve.bench import compare, kernels, moe, startup, throughput
 from moeserve.bench.checkpoints import make_checkpoint
+from moeserve.bench.costs import FORMATS
 from moeserve.bench.decode import Generate, Workload, draw_prompts
 from moeserve.bench.gpu.attention_cases import attend, attend_chosen, choose_entries, latent_attend
 from moeserve.bench.gpu.entry_cases import attend_to_entries, linear_attention
@@ -27,7 +28,7 @@ from moeserve.ops import pairs as pairs_ops
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.select import select_backend
 
-SMALL_PROBE = functools.partial(LimitProbe, buffer_bytes=1 << 22, matmul_size=128, num_passes=1)
+SMALL_PROBE = functools.partial(LimitProbe, buffer_bytes=1 << 22, num_passes=1)
 SHAPE = Shape(num_experts=4, hidden=64, width=96, top_k=2)
 
 
@@ -197,7 +198,7 @@ def test_work_of_experts_counts_those_that_are_chosen() -> None:
     weights = 3 * 64 * 96
     assert moe.experts_work(SHAPE, 1).num_bytes == 2 * 2 * weights
     assert moe.experts_work(SHAPE, 2).num_bytes == 2 * 3 * weights  # 2 of 4 each
-    assert moe.experts_work(SHAPE, 2, bits=4).num_bytes == 0.5 * 3 * weights
+    assert moe.experts_work(SHAPE, 2, FORMATS["mxfp4"]).num_bytes == 4.25 / 8 * 3 * weights
     assert moe.experts_work(SHAPE, 7).operations == 2 * 7 * 2 * weights
 
 
