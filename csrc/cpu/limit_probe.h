@@ -8,6 +8,13 @@
 #include "isa.h"
 #include "product_tile.h"
 
+// The operand of inline assembly that is a vector register.
+#if defined(__aarch64__)
+#define MOESERVE_REGISTER(VECTOR) "+w"(VECTOR)
+#else
+#define MOESERVE_REGISTER(VECTOR) "+v"(VECTOR)
+#endif
+
 namespace moeserve {
 
 // Executes multiply-adds on one thread, and returns their number.
@@ -31,11 +38,14 @@ MOESERVE_INLINE int64_t multiply_ones(uint32_t word_of_ones) {
   typename Products::Sums sums[kSums];
   MOESERVE_UNROLL
   for (int i = 0; i < kSums; ++i) sums[i] = reinterpret_cast<typename Products::Sums>(broadcast<W>(zeros));
-  const auto weights = reinterpret_cast<Factors>(broadcast<W>(ones));
+  auto weights = reinterpret_cast<Factors>(broadcast<W>(ones));
   const auto values = reinterpret_cast<Factors>(broadcast<W>(ones));
   for (int64_t step = 0; step < kProbeSteps; ++step) {
     MOESERVE_UNROLL
-    for (int i = 0; i < kSums; ++i) Products::add(sums[i], weights, values);
+    for (int i = 0; i < kSums; ++i) {
+      asm volatile("" : MOESERVE_REGISTER(weights));  // perhaps other weights, so no product is computed only once
+      Products::add(sums[i], weights, values);
+    }
   }
   int64_t count = 0;
   for (const auto& lanes : sums) {

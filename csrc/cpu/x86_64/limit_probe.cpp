@@ -24,20 +24,11 @@ struct PairDots : FloatSums<16> {
   }
 };
 
-// VPMADDUBSW. It is volatile because equal products would be computed once.
-struct BytePairs : NibbleProducts<8> {
-  static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
-    Sums products;
-    asm volatile("vpmaddubsw %2, %1, %0" : "=x"(products) : "x"(weights), "x"(values));
-    sums += products;
-  }
-};
-
 template <int W>
 using Words = typename Vector<W>::UInt;
 
 MOESERVE_TARGET_AVX2 int64_t floats_avx2() { return multiply_ones<FloatSums<8>, Float<8>>(kFloatOne); }
-MOESERVE_TARGET_AVX2 int64_t bytes_avx2() { return multiply_ones<BytePairs, Words<8>>(kByteOnes); }
+MOESERVE_TARGET_AVX2 int64_t bytes_avx2() { return multiply_ones<NibbleProducts<8>, Words<8>>(kByteOnes); }
 MOESERVE_TARGET_AVX2 int64_t bytes_avx2_vnni() {
   return multiply_ones<ByteDotProducts<8, Int8Weights>, Words<8>>(kByteOnes);
 }
