@@ -227,8 +227,9 @@ def folder_of(model: str | Path) -> Path:
 
 def _open_config(folder: Path, hf_overrides: Mapping[str, Any] | None) -> ConfigValues:
     if not os.path.isdir(folder):  # False also for names that no file system has
+        what = "is not a folder" if os.path.lexists(folder) else "does not exist"
         raise CheckpointError(
-            f"{folder} is not a folder; give the folder that holds the checkpoint's config.json, a GGUF file, or "
+            f"{folder} {what}; give the folder that holds the checkpoint's config.json, a GGUF file, or "
             "OWNER/NAME of a repository in a hub"
         )
     if not (folder / "config.json").is_file():

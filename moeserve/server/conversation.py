@@ -178,7 +178,8 @@ async def turn_deltas(
     starts_in_reasoning = service.parser.starts_in_reasoning(end)
     parsed_params = service.parsed_params(params)
 
-    must_call = conversation.tool_choice == "required" or isinstance(conversation.tool_choice, NamedTool)
+    is_named = isinstance(conversation.tool_choice, NamedTool)
+    must_call = is_named or conversation.tool_choice == "required"
     is_restricted = must_call or conversation.outputs is not None
 
     async def restricted(functions: Sequence[dict[str, Any]]) -> SamplingParams:
@@ -189,7 +190,7 @@ async def turn_deltas(
             conversation.outputs,
             functions,
             must_call=must_call,
-            has_parallel_calls=conversation.has_parallel_calls,
+            has_parallel_calls=conversation.has_parallel_calls and not is_named,
             family=service.parser,
             codec=codec,
             starts_in_reasoning=starts_in_reasoning,

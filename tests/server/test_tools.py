@@ -65,17 +65,18 @@ def check_calls(calls: Any) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_calls_that_must_be_made(tools_server: RunningServer, seed: int) -> None:
     client = tools_server.openai()
-    one = {"parallel_tool_calls": False, "seed": seed}
-    answer = client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice="required", **one)
+    answer = client.chat.completions.create(
+        **ASKED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed
+    )
     (choice,) = answer.choices
     check_calls(choice.message.tool_calls)
     assert len(choice.message.tool_calls or ()) == 1
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     named = {"type": "function", "function": {"name": "clock"}}
-    answer = client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=named, **one)
+    answer = client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=named, seed=seed)
     calls = answer.choices[0].message.tool_calls
     check_calls(calls)
-    assert {call.function.name for call in calls or ()} == {"clock"}
+    assert [call.function.name for call in calls or ()] == ["clock"]
 
 
 def test_streamed_calls_are_those_of_the_whole_answer(tools_server: RunningServer) -> None:
