@@ -6,9 +6,11 @@ Most of the file is the table of shapes, which tests of all folders name.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +18,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.models.bailing_hybrid import modeling_bailing_hybrid
-from transformers.models.glm5_next import modeling_glm5_next
-from transformers.models.kimi_linear import modeling_kimi_linear
-from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
-from transformers.models.qwen3_next import modeling_qwen3_next
-from transformers.models.qwen4_exp import modeling_qwen4_exp
 
-from moeserve import LLM, SamplingParams
+import moeserve
 
 # Disturbances that must not change a reference's tokens: see Reference.is_clear.
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 results differ by about 1e-6
 
-# The chunked form of the gated delta rule differs by up to 1e-3 from the rule itself, which is in the same file.
-for modeling in (modeling_qwen3_next, modeling_qwen3_5_moe, modeling_qwen4_exp):
-    modeling.torch_chunk_gated_delta_rule = modeling.torch_recurrent_gated_delta_rule
-for modeling in (modeling_kimi_linear, modeling_bailing_hybrid, modeling_glm5_next):
-    modeling.chunk_kimi_delta_attention = modeling.recurrent_kimi_delta_attention
+# Chunked forms of recurrences differ by up to 1e-3 from the recurrences themselves, which are in the same modules.
+EXACT_FORMS = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
 
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=101,
@@ -49,6 +44,11 @@ DEFAULTS: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
+
+
+def import_transformers() -> Any:
+    """Return the package, whose import takes seconds: many tests read only the table of shapes."""
+    return importlib.import_module("transformers")
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,17 @@ class Shape:
         settings = DEFAULTS | self.settings
         if self.beside_text is not None:
             settings = dict(text_config=settings, **self.beside_text)
-        config = getattr(transformers, f"{self.family}Config")(**settings)
+        config = getattr(import_transformers(), f"{self.family}Config")(**settings)
         config.architectures = [self.architecture]
         return config
 
     def model(self) -> Any:
-        return getattr(transformers, self.architecture)(self.config())
+        model_class = getattr(import_transformers(), self.architecture)
+        modeling = sys.modules[model_class.__module__]
+        for chunked, exact in EXACT_FORMS.items():
+            if hasattr(modeling, chunked):
+                setattr(modeling, chunked, getattr(modeling, exact))
+        return model_class(self.config())
 
 
 def shape(
@@ -2161,9 +2166,9 @@ class Reference:
         self._forwards: dict[tuple[int, ...], Forward] = {}
 
     @functools.cached_property
-    def llm(self) -> LLM:
+    def llm(self) -> moeserve.LLM:
         """An engine for tests that change nothing. It proposes continuations too."""
-        return LLM(
+        return moeserve.LLM(
             self.folder,
             dtype="float32",
             block_size=8,
@@ -2202,7 +2207,7 @@ class Reference:
         return [self._continuations[key] for key in keys]
 
     def _propose(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        params = moeserve.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         return [output.outputs[0].token_ids for output in self.llm.generate(prompts, params, use_tqdm=False)]
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -2294,11 +2299,12 @@ class Reference:
             flags = torch.zeros(*columns.shape[:-1], none + 1, dtype=torch.bool)  # of blocks, for each head: MiniMax-M3
             return flags.scatter(-1, columns, True)[..., :none] & seen
 
+        cache = import_transformers().Cache
         for indexer, given, named, indices in called:
             # Without the cache, which would get the keys a second time.
-            named = {key: None if isinstance(each, transformers.Cache) else each for key, each in named.items()}
+            named = {key: None if isinstance(each, cache) else each for key, each in named.items()}
             first = [named.pop(key) for key in ("hidden_states", "q_resid") if key in named]
-            hidden, *others = (None if isinstance(each, transformers.Cache) else each for each in (*first, *given))
+            hidden, *others = (None if isinstance(each, cache) else each for each in (*first, *given))
             for _ in range(8):
                 noise = 1 + ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
                 inputs = list(others)
@@ -2424,7 +2430,7 @@ def with_dense_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 def kimi_k25_tensors(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors by their published names: transformers 5.23 saves those of the text part by wrong ones."""
-    text = transformers.DeepseekV3ForCausalLM(model.config.text_config)
+    text = import_transformers().DeepseekV3ForCausalLM(model.config.text_config)
     text.model.load_state_dict(model.model.language_model.state_dict())
     text.lm_head.load_state_dict(model.lm_head.state_dict())
     text.save_pretrained(folder / "text")
@@ -2438,6 +2444,7 @@ def kimi_k25_tensors(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **saving: Any) -> None:
     """Save a bfloat16 checkpoint of 8 layers with 8 experts, for tests that measure memory."""
+    transformers = import_transformers()
     config = transformers.MixtralConfig(
         vocab_size=1000,
         hidden_size=hidden_size,

@@ -374,7 +374,7 @@ def test_engines_that_do_not_match(
     if "kv_transfer_key_file" in other:
         other = {"kv_transfer_key_file": str(tmp_path / "key")}
         (tmp_path / "key").write_text(secrets.token_hex(16))
-    with engine(model, kv_transfer_timeout=5) as prefill, engine(model, **other) as decode:
+    with engine(model, kv_transfer_timeout=600) as prefill, engine(model, **other) as decode:
         (expected,) = serve(decode)
         (found,) = serve(decode, kv_source=compute_prompt(prefill), cache_salt="other")
         assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, 0)

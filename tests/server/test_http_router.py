@@ -354,7 +354,7 @@ def test_another_decode_server_answers_if_one_does_not(status: int | None) -> No
 
 def test_a_decode_server_that_accepts_and_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstreams, "HEALTH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(upstreams, "HEALTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(upstreams, "HEALTH_TIMEOUT_S", 2.0)
     with contextlib.ExitStack() as stack:
         hung = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         [decode] = stack.enter_context(standing_in(generate))

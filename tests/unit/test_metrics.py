@@ -25,7 +25,7 @@ def metrics() -> Iterator[MetricsServer]:
 
 def served(metrics: MetricsServer) -> dict[str, float]:
     """Return the value of each series by its name with labels, without the creation times of counters."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=60) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     series = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
     return {name: value for name, value in series.items() if not name.endswith("_created")}

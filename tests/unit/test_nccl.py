@@ -211,7 +211,7 @@ class SharedTensors:
     tensors: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.num_ranks, timeout=10)
+        self.barrier = threading.Barrier(self.num_ranks, timeout=200)
         self.tensors = [torch.empty(0)] * self.num_ranks
 
 
