@@ -113,7 +113,7 @@ class Session:
         return [submission.prompt_id for submission in submissions]
 
     def poll(self) -> list[str]:
-        """Run the engine until there are new tokens or ends of requests, or until a request or an abort is queued.
+        """Run the engine until requests have new tokens or have ended, or until a request or an abort is queued.
 
         Returns:
             The ids of the prompts that have changed.

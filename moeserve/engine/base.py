@@ -79,7 +79,9 @@ class EngineClient(Protocol):
         ...
 
     def step(self) -> list[RequestUpdate]:
-        """Return new tokens and ends of requests. If any request is in flight, wait for the first update or for `wake`.
+        """Return updates with new tokens or finish reasons.
+
+        If any request is in flight, wait for the first update or for `wake`.
 
         A failed request ends with an update that carries an error. A deferred Ctrl-C is raised during the wait, and
         does not change the state.

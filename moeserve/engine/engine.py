@@ -355,7 +355,7 @@ class Engine:
         )
 
     def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
-        """Restart, and resend all requests with the tokens that were received. Return the ends of aborted requests.
+        """Restart, and resend all requests with the tokens that were received. Return final updates of aborted ones.
 
         Args:
             config: the config of the new processes; None: the one that follows from `on_failure`.

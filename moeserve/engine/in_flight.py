@@ -105,7 +105,7 @@ class RequestsInFlight:
             yield update
 
     def continue_all(self) -> list[RequestUpdate]:
-        """Resend all requests with the tokens that were received. Return the ends of requests that were aborted."""
+        """Resend all requests with the tokens that were received. Return final updates of aborted ones."""
         before, self._known = self._known, {}
         for name, known in before.items():
             if not known.is_aborted:
@@ -128,7 +128,7 @@ class RequestsInFlight:
         )
 
     def end_all(self, *, error: str | None) -> list[RequestUpdate]:
-        """Remove all requests. Return their ends.
+        """Remove all requests. Return the final update of each.
 
         Args:
             error: the reason; None: the engine was shut down.

@@ -68,7 +68,7 @@ class Scaling:
         return None
 
     def retire(self, old: Generation) -> None:
-        """End the old generation in the background. The change has succeeded."""
+        """Complete the change: end the old generation in the background."""
 
         def end() -> None:
             try:

@@ -168,7 +168,7 @@ class Network(nn.Module):
         yield NetworkPart("attention", self)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights.
+        """Yield the weight mapping of this module.
 
         Args:
             at: the place of the network.

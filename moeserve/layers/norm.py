@@ -60,7 +60,7 @@ class RMSNorm(nn.Module):
         return self._add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weight, if it has one."""
+        """Yield the weight mapping of this module: empty if it has no weight."""
         if isinstance(self.weight, nn.Parameter):
             yield at("weight"), whole(self.weight, offset=at.norm_offset)
 
@@ -81,7 +81,7 @@ class ScaledFirstNorm(nn.Module):
         self.norm.in_place(rows_TD.mul_(self.weight))
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the row of its weight."""
+        """Yield the weight mapping of this module."""
         yield at("weight"), whole(self.weight, offset=at.norm_offset)
 
 
@@ -111,7 +111,7 @@ class NormAfterEmbedding(nn.Module):
         return self.norm.after_adding(None, self.of_embedding(hidden_TD))
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of both weights."""
+        """Yield the weight mapping of both norms."""
         yield from self.of_embedding.rows(at.under("embedding"))
         yield from self.norm.rows(at)
 
@@ -139,7 +139,7 @@ class LayerNorm(nn.Module):
         return sum_TD, self._layer_norm(sum_TD, self.weight, self.bias, self.epsilon)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weight, and of its bias if it has one."""
+        """Yield the weight mapping of this module: the weight, and the bias if there is one."""
         yield at("weight"), whole(self.weight, offset=at.norm_offset)
         if isinstance(self.bias, nn.Parameter):
             yield at("bias"), whole(self.bias)

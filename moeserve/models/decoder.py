@@ -66,7 +66,7 @@ class DecoderBlock(nn.Module):
         self.place = stream.place(build, form, spec)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights.
+        """Yield the weight mapping of this module.
 
         Args:
             at: the place of the layer.

@@ -42,7 +42,7 @@ class DraftModule(nn.Module):
         self.head = head
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         yield from self.embedding_norm.rows(at.under("embedding_norm"))
         yield from self.hidden_norm.rows(at.under("hidden_norm"))
         if at.has("embedding_projection.weight"):
@@ -60,10 +60,11 @@ class DraftModule(nn.Module):
         yield from self.last.rows(At("model", at.stored, at.norm_offset) if self.config.shares_norm else at, "norm", "")
 
     def forward(self, embedded_tD: Tensor, hidden_tX: Tensor) -> Tensor:
-        """Return the input [t, X] of the decoder layer, which has the width of the residual streams.
+        """Return the input [t, X] of the decoder layer, where X is the width of the residual streams.
 
         Args:
-            embedded_tD: embeddings of later tokens.
+            embedded_tD: embeddings of the tokens after those of `hidden_tX`.
+            hidden_tX: hidden states of the model, or of the module before.
         """
         num_tokens, size = embedded_tD.shape
         width = self.config.stream.width

@@ -211,7 +211,7 @@ class Scheduler:
         return None
 
     def commit(self, result: StepResult, reports: Sequence[RankReport] = ()) -> list[RequestUpdate]:
-        """Apply the result of the oldest plan, and return updates with new tokens or the ends of requests.
+        """Apply the result of the oldest plan, and return updates with new tokens or finish reasons.
 
         A partly computed prompt has no update.
 

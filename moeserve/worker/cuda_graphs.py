@@ -38,9 +38,9 @@ WARM_UPS = 2  # runs in the capturing stream before a capture, so that libraries
 
 
 class Capture(Protocol):
-    """The capture of the kernels that a function launches.
+    """A function that captures the kernels launched by another function, for later replays.
 
-    All captures of one object share memory, so only one of them may be replayed at a time.
+    All captures by one `Capture` share memory, so only one of them may be replayed at a time.
     """
 
     def __call__(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:

@@ -84,7 +84,7 @@ class BlockSparseCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds; the first dimension is the block."""
+        """The tensors of the cache; their first dimension is the block."""
         return (*self.pairs.tensors, self.index_keys)
 
     @property
@@ -112,7 +112,7 @@ class Indexer(nn.Module):
         self.query_norm, self.key_norm = (RMSNorm(self.size, epsilon, context) for _ in range(2))
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         own = rows_of_heads(self.heads, self.size)
         yield at("q_proj.weight"), some_rows(self.query.weight, own, self.num_heads * self.size, self.query.weights)
         yield from self.key.rows(at.under("k_proj"))
@@ -126,7 +126,7 @@ class Indexer(nn.Module):
 
 
 class BlockSparse(OverTP):
-    """Each token attends to some blocks of its request's tokens up to itself.
+    """Attention of each token to some blocks of its request's tokens up to itself.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
@@ -152,7 +152,7 @@ class BlockSparse(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The items of attention, with the indexer's keys, of which every tp rank has all."""
+        """The cache items: keys and values, and the indexer's keys, which every tp rank holds in full."""
         (pairs,) = self.attention.cache_items
         index_bytes = self.context.block_size * self.config.index_size * self.context.dtype.itemsize
         whole = CacheDivision(0, ())

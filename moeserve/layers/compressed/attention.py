@@ -95,7 +95,7 @@ class CompressedAttentionSpec(NetworkSpec):
 
     @property
     def rotaries(self) -> tuple[RotarySpec, ...]:
-        """All that the layer reads of positions."""
+        """The rotary embeddings and temperatures that the layer uses."""
         entries = () if self.ratio is None else (self.rotary_of_entries,)
         return self.rotary, self.reversed_rotary, *entries
 
@@ -132,7 +132,7 @@ class Pooling(nn.Module):
         return self.norm(backend.pool(projected_TX, self.bias, tails, cache.block_size, step))
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         values, gates = self.project.weight.split(self.sizes)
         yield at("wkv.weight"), whole(values, self.project.weights)
         yield at("wgate.weight"), whole(gates, self.project.weights)
@@ -157,7 +157,7 @@ class Indexer(nn.Module):
 
 
 class CompressedSparseAttention(OverTP):
-    """Each token attends to the last `window` tokens, and to entries of the windows that ended before.
+    """Attention of each token to the last `window` tokens, and to entries of the windows that ended before.
 
     Each tp rank has a share of the groups of heads, and computes a part of the sum that is the output. Each has the
     whole cache.
@@ -219,7 +219,7 @@ class CompressedSparseAttention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The blocks of tokens, and those of entries and tails. Every tp rank has all of them."""
+        """The cache items of tokens, and of entries and tails. Every tp rank holds all of them."""
         rules = self.config.cache_rules(self.context.block_size)
         one = self._empty_cache(Places((CacheGroup(KeepAll(), 1),)), torch.device("meta"))
         return tuple(

@@ -93,7 +93,7 @@ class ConvolvedCache:
 
 
 class ConvolutionalAttention(OverTP):
-    """Each token attends to the tokens of its own request up to itself, or to the last `window` of them.
+    """Attention of each token to the tokens of its own request up to itself, or to the last `window` of them.
 
     Each tp rank has a share of the key-value heads with the query heads that read them. The convolution of heads is a
     sum of products, one for each tap, with channels that were convolved as many tokens earlier: by a convolution whose
@@ -153,7 +153,7 @@ class ConvolutionalAttention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The keys and values, and the states. A rank has some heads."""
+        """The cache items: keys and values, and states, of this rank's heads."""
         config, size = self.config.heads, self.config.heads.head_dim
         queries, keys = (rows_of_heads(share, size) for share in (self.heads, self.kv_heads))
         first = config.num_heads * size

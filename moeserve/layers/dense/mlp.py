@@ -48,7 +48,7 @@ class MLP(nn.Module):
         self.down = down
 
     def rows(self, at: At, width: int) -> Iterator[Row]:
-        """Yield the rows of its weights.
+        """Yield the weight mapping of this module.
 
         Args:
             width: inner values of all shares together.

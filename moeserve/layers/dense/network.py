@@ -32,7 +32,7 @@ class DenseSpec(FeedForwardSpec):
 
 
 class DenseNetwork(OverTP):
-    """Each tp rank has a share of the width."""
+    """A feed-forward network. Each tp rank has a share of its width."""
 
     def __init__(self, config: DenseSpec, hidden_size: int, num_chunks: int, context: BuildContext) -> None:
         super().__init__(context)

@@ -79,7 +79,7 @@ class ExpertAttentionSpec(NetworkSpec):
 
 
 class ExpertAttention(Network):
-    """Each token attends, by the queries of its experts, to the tokens of its own request up to itself.
+    """Attention of each token, with the queries of its experts, to the tokens of its own request up to itself.
 
     Each tp rank has a share of the key-value heads, and of each expert the rows and columns for them. Ranks add the
     outputs of each pair of token and expert before these are weighted, so the sums have one order.

@@ -91,7 +91,7 @@ class AttentionSpec(NetworkSpec):
 
     @property
     def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
-        """All that the layer reads of positions."""
+        """The rotary embeddings and temperatures that the layer uses."""
         of_scores = None if self.relative is None else self.relative.temperature
         others = (NO_ROTARY if self.rotates_first else None, self.value_rotary, self.temperature, of_scores)
         return (self.rotary, *(rotary for rotary in others if rotary is not None))
@@ -138,7 +138,7 @@ class AttentionSpec(NetworkSpec):
 
 
 class Attention(OverTP):
-    """Each token attends to the tokens of its own request up to itself, or to the last `window` of them.
+    """Attention of each token to the tokens of its own request up to itself, or to the last `window` of them.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
@@ -371,7 +371,7 @@ class TokenNorm(nn.Module):
         self.num_holders = _length(heads) * self.tp.world_size // num_heads  # ranks that have the same heads
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weight."""
+        """Yield the weight mapping of this module."""
         return self.norm.rows(at)
 
     def forward(self, heads_TNH: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class KeyValueConvolution(nn.Module):
         return torch.empty(shape, dtype=self.context.dtype, device=self.context.device)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         parts = zip(("k_sconv", "v_sconv"), self.taps.split(self.widths, dim=1), self.shares, self.sizes, strict=True)
         for name, taps, share, size in parts:
             num_channels = self.num_kv_heads * size

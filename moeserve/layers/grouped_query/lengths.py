@@ -30,7 +30,7 @@ class LengthLimit(nn.Module):
         self._limit_lengths = mixing.make(context.backend).limit_lengths
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of the scale, if there is one."""
+        """Yield the weight mapping of the scale, if there is one."""
         if self.scale is not None:
             yield at("scale"), some_rows(self.scale, self.heads, self.num_heads)
 

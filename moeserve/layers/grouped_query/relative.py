@@ -53,7 +53,7 @@ class RelativeScores(nn.Module):
         self._apply_rope = rows.make(context.backend).apply_rope
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         share, num_rows = rows_of_heads(self.heads, self.config.size), self.num_heads * self.config.size
         yield at("r_proj.weight"), some_rows(self.states.weight, share, num_rows, self.states.weights)
         if self.limit is not None:

@@ -97,7 +97,7 @@ class IndexedCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds; the first dimension is the block."""
+        """The tensors of the cache; their first dimension is the block."""
         num_blocks = len(self.index_keys)
         pairs = (part.squeeze(2).unflatten(0, (num_blocks, -1)) for part in self.pairs.tensors)
         return (*pairs, self.index_keys, self.index_tails)
@@ -132,7 +132,7 @@ class Indexer(nn.Module):
         self._apply_rope = rows.make(context.backend).apply_rope
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         yield from self.query_key.rows(at.under("index_qk_proj"))
         yield from self.query_norm.rows(at.under("q_layernorm"))
         yield from self.key_norm.rows(at.under("k_layernorm"))
@@ -168,7 +168,7 @@ class Indexer(nn.Module):
 
 
 class IndexedAttention(OverTP):
-    """Each tp rank has a share of the heads, and computes a part of the sum that is the output."""
+    """Attention of each token to the windows that its indexer chooses. Each tp rank has a share of the heads."""
 
     def __init__(
         self, config: IndexedAttentionSpec, hidden_size: int, norm_epsilon: float, context: BuildContext
@@ -181,7 +181,7 @@ class IndexedAttention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The items of attention, with the indexer's keys and tails, of which every tp rank has all."""
+        """The cache items: keys and values, and the indexer's keys and tails, which every tp rank holds in full."""
         (pairs,) = self.attention.cache_items
         size, block_size = self.config.index_size, self.context.block_size
         num_bytes = block_size // self.config.window * size * self.context.dtype.itemsize

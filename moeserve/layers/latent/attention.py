@@ -132,7 +132,7 @@ class LatentAttentionSpec(NetworkSpec):
 
     @property
     def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
-        """All that the layer reads of positions."""
+        """The rotary embeddings and temperatures that the layer uses."""
         rotary = self.rotary if self.rotary_dim else None
         of_all = (rotary, self.temperature, None if self.indexer is None else self.indexer.rotary)
         return tuple(each for each in of_all if each is not None)
@@ -178,7 +178,7 @@ class LatentCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a block holds; the first dimension is the block."""
+        """The tensors of the cache; their first dimension is the block."""
         every = self.latents, self.index_keys, self.index_tails
         return tuple(tensor for tensor in every if tensor is not None)
 
@@ -193,7 +193,7 @@ class LatentCache:
 
 
 class LatentAttention(OverTP):
-    """Each token attends to the tokens of its own request up to itself.
+    """Attention of each token to the tokens of its own request up to itself.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
     """
@@ -257,7 +257,7 @@ class LatentAttention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The items that it keeps. Every tp rank has all of them."""
+        """The cache items: latent vectors, which every tp rank holds in full."""
         one = self._empty_cache(1, torch.device("meta"), group=0)
         (rule,) = self.config.cache_rules(self.context.block_size)
         return (CacheItems(rule, sum(tensor.nbytes for tensor in one.tensors)),)

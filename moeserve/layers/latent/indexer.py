@@ -97,7 +97,7 @@ class Indexer(nn.Module):
         self._choose = indexer.make(context.backend, rule)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights, which are whole on every rank."""
+        """Yield the weight mapping of this module, whose weights are whole on every rank."""
         if self.query_norm_weight is not None:
             assert self.query_norm_bias is not None
             yield at("q_input_norm.weight"), whole(self.query_norm_weight)

@@ -43,5 +43,5 @@ class PooledKeys(nn.Module):
         self._backend.write_entries(block_size, step, (pooled_TI, key_cache))
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights, which are whole on every rank."""
+        """Yield the weight mapping of this module, whose weights are whole on every rank."""
         yield at("index_kpool_compress_ape"), whole(self.bias)

@@ -97,7 +97,7 @@ class LightningAttention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The states. A rank has some heads."""
+        """The cache items: the states of this rank's heads."""
         num_bytes = sum(tensor.nbytes for tensor in self._make_cache(1, torch.device("meta")).tensors)
         heads, size = range(self.heads.start, self.heads.stop), self.config.head_dim
         channels = range(heads.start * size, heads.stop * size)

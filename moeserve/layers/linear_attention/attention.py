@@ -139,7 +139,7 @@ class LinearAttention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The states. A rank has some channels of queries, keys and values, and some heads."""
+        """The cache items: the states of this rank's heads, and of their channels in the convolution."""
         config, shape, channels, first = self.config, self.shape, [], 0
         inputs = (config.num_taps - 1) * shape.num_channels * self.context.dtype.itemsize
         recurrent = shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize

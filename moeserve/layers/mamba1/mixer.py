@@ -95,7 +95,7 @@ class MambaMixer(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The states. A rank has some channels."""
+        """The cache items: the states of this rank's channels."""
         own = range(self.channels.start, self.channels.stop)
         num_bytes = sum(tensor.nbytes for tensor in self._make_cache(1, torch.device("meta")).tensors)
         (rule,) = self.config.cache_rules(self.context.block_size)

@@ -58,7 +58,7 @@ class ParallelNorms(nn.Module):
         self.dense, self.router, self.experts = (_norm(build) for _ in range(3))
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of their weights."""
+        """Yield the weight mapping of these norms."""
         yield from self.dense.rows(at)
         yield from self.router.rows(at.under("router"))
         yield from self.experts.rows(at.under("experts"))

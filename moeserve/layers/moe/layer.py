@@ -165,7 +165,7 @@ class MoELayer(Network):
             yield NetworkPart("shared experts", self.shared_experts)
 
     def rows(self, at: At, router_factor: float = 1.0) -> Iterator[Row]:
-        """Yield the rows of its weights.
+        """Yield the weight mapping of this module.
 
         Args:
             router_factor: multiplies the stored weights of the router.

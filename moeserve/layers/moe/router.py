@@ -54,7 +54,7 @@ class Router(nn.Module):
         self.kernel = routing.make(context.backend, config)
 
     def rows(self, at: At, factor: float = 1.0, may_lack_correction: bool = False, num_fixed: int = 0) -> Iterator[Row]:
-        """Yield the rows of its weights, which are whole on every rank.
+        """Yield the weight mapping of this module, whose weights are whole on every rank.
 
         Args:
             factor: multiplies the stored weights.

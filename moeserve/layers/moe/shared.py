@@ -36,7 +36,7 @@ class SharedExperts(nn.Module):
         self.scale = rows.make(context.backend).gate_rows
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights.
+        """Yield the weight mapping of this module.
 
         Args:
             at: the place of the layer's experts.

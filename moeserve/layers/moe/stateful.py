@@ -51,7 +51,7 @@ class StatefulMoESpec(FeedForwardSpec):
 
 
 class StatefulMoE(Network):
-    """The router's network computes the rows from which the experts' router chooses."""
+    """Experts and their router's network, which computes the rows from which the router chooses."""
 
     waits = True
 

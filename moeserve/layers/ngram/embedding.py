@@ -102,7 +102,10 @@ def split_mix(number: int) -> int:
 
 
 class NgramEmbedding(Network):
-    """Each tp rank has a share of the tables, embeds its own tokens, and convolves those of all ranks."""
+    """The embedding.
+
+    Each tp rank has a share of the tables, embeds its own tokens, and convolves those of all ranks.
+    """
 
     def __init__(self, config: NgramSpec, build: Build) -> None:
         super().__init__()
@@ -130,7 +133,7 @@ class NgramEmbedding(Network):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The states. Every tp rank has all of them."""
+        """The cache items: the states, which every tp rank holds in full."""
         num_bytes = sum(tensor.nbytes for tensor in self._empty_cache(1, torch.device("meta")).tensors)
         (rule,) = self.config.cache_rules(self.context.block_size)
         return (CacheItems(rule, num_bytes),)

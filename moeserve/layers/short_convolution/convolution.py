@@ -82,7 +82,7 @@ class GatedConvolution(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The states. A rank has some channels."""
+        """The cache items: the states of this rank's channels."""
         num_inputs = (self.shape.num_taps - 1) * self.shape.num_channels
         division = CacheDivision(2, (range(self.channels.start, self.channels.stop),))
         (rule,) = self.config.cache_rules(self.context.block_size)

@@ -31,14 +31,17 @@ class Columns(nn.Module):
         return Affine(self.scale, self.bias)
 
     def rows(self, at: At, name: str) -> Iterator[Row]:
-        """Yield the rows of its weights. `name` is the beginning of their names."""
+        """Yield the weight mapping of this module. The names of the weights begin with `name`."""
         yield at(f"{name}_scale"), whole(self.scale)
         yield at(f"{name}_bias"), whole(self.bias)
 
 
 @dataclass(frozen=True)
 class AffineStream(PlainStream):
-    """One row for each token. Behind a network, the stream is the sum of functions of its output and of the stream."""
+    """A stream of one row for each token.
+
+    Behind a network, the stream is the sum of functions of its output and of the stream.
+    """
 
     @property
     def needs(self) -> Needs:
@@ -93,6 +96,6 @@ class FirstRows(nn.Module):
         return stream_tD, self.norm(stream_tD)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         yield from self.norm.rows(at)
         yield from self.columns.rows(at, "input")

@@ -14,7 +14,10 @@ from moeserve.layers.streams.residual import PlaceSpec, PlainStream, Residual
 
 @dataclass(frozen=True)
 class ChainedStream(PlainStream):
-    """One row for each token. A network without a norm reads the update before it, and replaces it by its own."""
+    """A stream of one row for each token.
+
+    A network without a norm reads the update before it, and replaces it by its own.
+    """
 
     def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> Residual:
         if spec.has_norm:

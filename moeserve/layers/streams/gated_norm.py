@@ -42,7 +42,7 @@ class GatedNorm(nn.Module):
         return sum_tD, self._gate(self.up(self._gate(inner_tR, inner_tR)), normed_tD)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         yield from self.norm.rows(at)
         yield from self.down.rows(at.under("gate_down"))
         yield from self.up.rows(at.under("gate_up"))

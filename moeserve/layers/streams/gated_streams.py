@@ -22,7 +22,7 @@ from moeserve.ops import rows
 
 @dataclass(frozen=True, kw_only=True)
 class GatedStreams(HyperStreams):
-    """Several rows for each token, which are gated by column."""
+    """A stream of several rows for each token, which are gated by column."""
 
     num_iterations: int = 0
     epsilon: float = 0.0
@@ -52,7 +52,7 @@ class StreamsNorm(nn.Module):
         return normed_TX
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the row of its weight."""
+        """Yield the weight mapping of this module."""
         yield at("weight"), whole(self.weight, offset=at.norm_offset)
 
 

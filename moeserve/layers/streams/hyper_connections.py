@@ -33,7 +33,10 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class HyperStreams(StreamsSpec):
-    """Several rows for each token. A network without a norm reads all of them, and its output is as wide."""
+    """A stream of several rows for each token.
+
+    A network without a norm reads all of them, and its output is as wide.
+    """
 
     ends_in_mean: bool = False  # the hidden states are the mean of the streams (GLM-5.3), not a learned sum
 

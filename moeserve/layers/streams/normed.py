@@ -15,7 +15,7 @@ from moeserve.layers.streams.residual import PlaceSpec, PlainStream, Residual
 
 @dataclass(frozen=True)
 class NormedStream(PlainStream):
-    """One row for each token (MiniMax-01)."""
+    """A stream of one row for each token (MiniMax-01)."""
 
     @property
     def needs(self) -> Needs:
@@ -30,7 +30,7 @@ class NormedStream(PlainStream):
 
 
 class NormedResidual(Residual):
-    """The network reads the stream that its output is added to."""
+    """The place of a network that reads the stream to which its output is added."""
 
     def enter(self, stream_tD: Tensor, update_tD: Tensor | None) -> tuple[Tensor, Any]:
         _, normed_tD = self.norm.after_adding(update_tD, stream_tD)

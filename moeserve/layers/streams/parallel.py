@@ -26,7 +26,10 @@ class Forked:
 
 @dataclass(frozen=True)
 class ParallelStream:
-    """One row for each token. A network without a norm reads the rows of the network before it, in plain form."""
+    """A stream of one row for each token.
+
+    A network without a norm reads the rows of the network before it, in plain form.
+    """
 
     plain: PlainStream  # the stream that has the same norms
     width: int = 1

@@ -116,7 +116,7 @@ class StreamSpec(Protocol):
 
 @dataclass(frozen=True)
 class PlainStream:
-    """One row for each token."""
+    """A stream of one row for each token."""
 
     has_layer_norms: bool = False  # the norms are LayerNorms
     has_norm_biases: bool = True  # if they are
@@ -176,7 +176,7 @@ class Residual(Place):
 
 
 class ScaledResidual(Residual):
-    """The stream is multiplied by a learned number behind the network."""
+    """A place behind which the stream is multiplied by a learned number."""
 
     def __init__(self, norm: nn.Module, output_norm: RMSNorm | None, build: Build) -> None:
         super().__init__(norm, output_norm, build)

@@ -45,7 +45,10 @@ class LastNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualGates(PlainStream):
-    """One row for each token. The outputs of all networks are normalised, those of `is_normed` ones with weights."""
+    """A stream of one row for each token.
+
+    The outputs of all networks are normalised, those of `is_normed` ones with weights.
+    """
 
     last_norm: LastNorm = LastNorm()
     temperature: float  # divides the stored gates

@@ -32,7 +32,10 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class SumsStream:
-    """Sums of blocks. A network without a norm reads the update before it, and replaces it by its own."""
+    """A stream of the sums of blocks.
+
+    A network without a norm reads the update before it, and replaces it by its own.
+    """
 
     width: int  # number of sums
 
@@ -84,7 +87,7 @@ class SumsNorm(nn.Module):
         self.queries = build.context.parameter(num_inputs, size, dtype=torch.float32) if has_queries else None
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of its weights."""
+        """Yield the weight mapping of this module."""
         for name, norm in zip(self.config.names or (None,), self.norms, strict=True):
             yield from norm.rows(at if name is None else at.under(name))
         if self.of_embedding is not None:

@@ -42,7 +42,7 @@ class UpdateConvolutionSpec(NetworkSpec):
 
 
 class UpdateConvolution(Network):
-    """Every tp rank convolves the updates of all tokens, and keeps its own ones. Each has all states."""
+    """The convolution. Every tp rank convolves the updates of all tokens, and returns those of its own tokens."""
 
     def __init__(self, config: UpdateConvolutionSpec, build: Build) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class UpdateConvolution(Network):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The states. Every tp rank has all of them."""
+        """The cache items: the states, which every tp rank holds in full."""
         num_bytes = (self.config.num_taps - 1) * self.size * self.context.dtype.itemsize
         (rule,) = self.config.cache_rules(self.context.block_size)
         return (CacheItems(rule, num_bytes),)

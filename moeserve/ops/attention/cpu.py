@@ -1,4 +1,4 @@
-"""Grouped-query attention by C++ kernels over a paged cache.
+"""Grouped-query attention with C++ kernels over a paged cache.
 
 Results are batch-invariant: a row's bytes do not depend on the chunk, the batch, the number of threads or the block
 size.

@@ -1,4 +1,4 @@
-"""Grouped-query attention by FlashInfer (https://docs.flashinfer.ai). Only this module imports its package.
+"""Grouped-query attention with FlashInfer (https://docs.flashinfer.ai). Only this module imports its package.
 
 - One row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". It reads block tables and lengths
   on the GPU, so a CUDA graph can capture it. FlashInfer's wrapper for decoding would need all lengths on the host at
@@ -60,7 +60,7 @@ NEEDS = {
 
 
 def with_flashinfer(own: Backend, choice: AttentionChoice, device: torch.device, block_size: int) -> Backend:
-    """Return the backend with attention by FlashInfer.
+    """Return the backend with attention with FlashInfer.
 
     Args:
         choice: "measured": only if it was measured to be the fastest for grouped-query attention, and can be used.

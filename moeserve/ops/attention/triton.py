@@ -1,4 +1,4 @@
-"""Grouped-query attention by Triton kernels over a paged cache."""
+"""Grouped-query attention with Triton kernels over a paged cache."""
 
 from __future__ import annotations
 

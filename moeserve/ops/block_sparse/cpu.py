@@ -1,4 +1,4 @@
-"""Block-sparse attention by C++ kernels.
+"""Block-sparse attention with C++ kernels.
 
 The blocks chosen for a row depend only on its request, not on the chunk, the batch or the number of threads. Pieces of
 the chosen blocks form a block table, in which each pair of an indexer's head and a key-value head of each row is a

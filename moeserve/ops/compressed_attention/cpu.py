@@ -1,4 +1,4 @@
-"""Attention to a window and to compressed entries by C++ kernels.
+"""Attention to a window and to compressed entries with C++ kernels.
 
 Results are batch-invariant: a token's bytes do not depend on the chunk, the batch or the number of threads.
 """

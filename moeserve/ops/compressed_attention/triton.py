@@ -1,4 +1,4 @@
-"""Attention to a window and to compressed entries by Triton kernels."""
+"""Attention to a window and to compressed entries with Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short convolutions by a C++ kernel."""
+"""Short convolutions with a C++ kernel."""
 
 from __future__ import annotations
 

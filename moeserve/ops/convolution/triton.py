@@ -1,4 +1,4 @@
-"""Short convolutions by a Triton kernel."""
+"""Short convolutions with a Triton kernel."""
 
 from __future__ import annotations
 

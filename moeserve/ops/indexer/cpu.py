@@ -1,4 +1,4 @@
-"""The lightning indexer by C++ kernels.
+"""The lightning indexer with C++ kernels.
 
 The entries chosen for a row depend only on its request, not on the chunk, the batch or the number of threads.
 """

@@ -1,4 +1,4 @@
-"""The lightning indexer by Triton kernels."""
+"""The lightning indexer with Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention by C++ kernels."""
+"""Latent attention with C++ kernels."""
 
 from __future__ import annotations
 

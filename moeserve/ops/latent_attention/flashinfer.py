@@ -1,4 +1,4 @@
-"""Latent attention by FlashInfer: its MLA kernel if weights are absorbed, its ragged prefill if keys are expanded.
+"""Latent attention with FlashInfer: its MLA kernel if weights are absorbed, its ragged prefill if keys are expanded.
 
 - Absorbed: `BatchMLAPagedAttentionWrapper` over the paged cache. It splits contexts by the lengths of the whole step,
   so a request's last bits depend on its batch.

@@ -1,4 +1,4 @@
-"""Latent attention by Triton kernels."""
+"""Latent attention with Triton kernels."""
 
 from __future__ import annotations
 

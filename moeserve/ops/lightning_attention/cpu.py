@@ -1,4 +1,4 @@
-"""Lightning attention by the C++ kernel of linear attention."""
+"""Lightning attention with the C++ kernel of linear attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear attention by a C++ kernel."""
+"""Linear attention with a C++ kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear attention by Triton kernels."""
+"""Linear attention with Triton kernels."""
 
 from __future__ import annotations
 

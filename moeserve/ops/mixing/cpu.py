@@ -1,4 +1,4 @@
-"""Mixing of rows and heads by C++ kernels."""
+"""Mixing of rows and heads with C++ kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeserve.ops.mixing.interface import UNCHANGED, Affine
 
 
 class CpuMixing:
-    """`Mixing` by C++ kernels. The bytes of a row are the same in any batch."""
+    """`Mixing` with C++ kernels. The bytes of a row are the same in any batch."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native

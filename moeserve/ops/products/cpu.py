@@ -1,4 +1,4 @@
-"""Products of rows with packed weights by C++ kernels, and the packing of weights."""
+"""Products of rows with packed weights, computed by C++ kernels, and the packing of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of weights in 8-bit blocks by DeepGEMM (https://github.com/deepseek-ai/DeepGEMM).
+"""Products of weights in 8-bit blocks with DeepGEMM (https://github.com/deepseek-ai/DeepGEMM).
 
 No other module imports the package `deep_gemm`, which `pip install sgl-deep-gemm` installs. It multiplies E4M3 codes
 and rounds the results to bfloat16. Rows have a float32 scale for each 128 values, weights for each block of 128 x 128:
@@ -79,7 +79,7 @@ class DeepGemm:
 
 
 def with_deep_gemm(own: Backend, device: torch.device, dtype: torch.dtype, *, only_fastest: bool = False) -> Backend:
-    """Return the backend with products of 8-bit blocks by DeepGEMM, where it supports their shapes.
+    """Return the backend with products of 8-bit blocks with DeepGEMM, where it supports their shapes.
 
     Args:
         only_fastest: use it only where it was measured to be the fastest on this GPU, and do not fail if it cannot be
@@ -135,7 +135,7 @@ def why_unavailable(weights: OpenWeights) -> str | None:
 
 
 class DeepGemmProduct:
-    """A `Product` by DeepGEMM."""
+    """A `Product` with DeepGEMM."""
 
     def __init__(self, library: ModuleType, weights: OpenWeights) -> None:
         assert weights.scales_eGB is not None
@@ -152,7 +152,7 @@ class DeepGemmProduct:
 
 
 class DeepGemmGroupedProduct:
-    """A `GroupedProduct` by DeepGEMM."""
+    """A `GroupedProduct` with DeepGEMM."""
 
     def __init__(self, library: ModuleType, weights: OpenWeights) -> None:
         self._library = library

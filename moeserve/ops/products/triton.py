@@ -1,4 +1,4 @@
-"""Products by Triton kernels of rows with weights in 16 or 32 bits or MXFP4."""
+"""Products of rows with weights in 16 or 32 bits or MXFP4, computed by Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Products by Triton kernels of rows with weights in 8-bit blocks. Rows are quantised first, unless they already are.
+"""Products of rows with weights in 8-bit blocks, computed by Triton kernels.
+
+Rows are quantised first, unless they already are.
 
 Each 128 numbers of a row have a scale. Results are quantised too if only another product of 8-bit blocks reads them.
 """

@@ -28,7 +28,7 @@ def num_blocks(size: int) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A view of rows of one part of a weight in the model's memory, beginning at a block boundary."""
+    """Codes and block scales of consecutive rows within one part of a weight. The first row begins a block."""
 
     codes_OI: Tensor
     scales_GB: Tensor
@@ -59,7 +59,7 @@ class Blocks:
 
 
 def blocks_of(weights: OpenWeights, memory: Tensor) -> Iterator[Blocks]:
-    """Yield the blocks that `memory`, a view of whole rows of the weights' codes, covers, part by part."""
+    """Yield the `Blocks` of each part of a weight that `memory` covers. `memory` is a view of whole rows of codes."""
     assert weights.scales_eGB is not None
     _, num_outputs, num_inputs = weights.weight_eOI.shape
     rows_of_part = num_outputs // weights.num_parts

@@ -1,4 +1,4 @@
-"""The choice of each token's experts by a C++ kernel."""
+"""The choice of each token's experts with a C++ kernel."""
 
 from __future__ import annotations
 

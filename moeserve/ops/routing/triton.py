@@ -1,4 +1,4 @@
-"""The choice of each token's experts by Triton kernels."""
+"""The choice of each token's experts with Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on single rows by C++ kernels."""
+"""Operations on single rows with C++ kernels."""
 
 from __future__ import annotations
 

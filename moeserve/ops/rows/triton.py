@@ -1,4 +1,4 @@
-"""Operations on single rows by Triton kernels."""
+"""Operations on single rows with Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the next tokens by C++ kernels."""
+"""The choice of the next tokens with C++ kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The selective scan by a C++ kernel."""
+"""The selective scan with a C++ kernel."""
 
 from __future__ import annotations
 

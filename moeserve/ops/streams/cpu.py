@@ -1,4 +1,4 @@
-"""Hyper-connections by C++ kernels."""
+"""Hyper-connections with C++ kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyper-connections by Triton kernels."""
+"""Hyper-connections with Triton kernels."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ ToolChoice: TypeAlias = Annotated[
 
 
 def offered_tools(tools: Sequence[Tool], choice: ToolChoice | None = None) -> dict[str, FunctionTool]:
-    """Return the functions that the model may call, by their fields in the request."""
+    """Return the functions that the model may call, each keyed by its field in the request."""
     functions = {f"tools.{place}": tool for place, tool in enumerate(tools) if isinstance(tool, FunctionTool)}
     if not isinstance(choice, AllowedChoice):
         return functions

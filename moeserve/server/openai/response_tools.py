@@ -111,7 +111,7 @@ class OfferedTools:
 
     @property
     def functions(self) -> dict[str, FunctionTool]:
-        """The functions, by the fields of their tools in the request."""
+        """The functions, each keyed by the request field of its tool, such as `tools[2]`."""
         return {tool.field: FunctionTool(function=tool.function) for tool in self._tools.values()}
 
     def find(self, function_name: str) -> OfferedTool | None:

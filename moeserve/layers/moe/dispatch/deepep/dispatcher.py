@@ -1,4 +1,4 @@
-"""The dispatcher of one layer by DeepEP."""
+"""The dispatcher of one layer, which uses DeepEP."""
 
 from __future__ import annotations
 

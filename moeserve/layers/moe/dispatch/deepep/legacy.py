@@ -39,7 +39,7 @@ MAX_LOW_LATENCY_RESULTS = 2  # in use at a time: DeepEP has two buffers
 
 @dataclass(frozen=True)
 class PendingNormalDispatch:
-    """A dispatch in progress by the normal kernels."""
+    """A dispatch in progress with DeepEP's normal kernels."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [N, D], or float8 and scales
     experts_NK: Tensor  # local experts; -1: of another rank, or none
@@ -62,7 +62,7 @@ class PendingNormalDispatch:
 
 @dataclass(frozen=True)
 class PendingLowLatencyDispatch:
-    """A dispatch in progress by the low-latency kernels."""
+    """A dispatch in progress with DeepEP's low-latency kernels."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [e, S, D], or float8 and scales; undefined beyond the counts
     counts_e: Tensor  # int32
@@ -164,7 +164,7 @@ class LegacyCommunicator:
     def combine(
         self, handle: tuple[Any, ...], pair_of_row_R: Tensor, weights_NK: Tensor, output: Tensor
     ) -> PendingCombine:
-        """Combine outputs by the normal kernels.
+        """Combine outputs with DeepEP's normal kernels.
 
         Args:
             pair_of_row_R: the pair (n * K + k of the N tokens) of each packed row.
@@ -177,7 +177,7 @@ class LegacyCommunicator:
     def combine_low_latency(
         self, handle: tuple[Any, ...], experts_TK: Tensor, weights_TK: Tensor, output: Tensor
     ) -> PendingCombine:
-        """Combine outputs by the low-latency kernels."""
+        """Combine outputs with DeepEP's low-latency kernels."""
         self.num_low_latency_results -= 1
         # collective: all ep ranks
         output_TD, _, receive = self.buffer.low_latency_combine(
