@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "lanes.h"
 #include "rows.h"
@@ -12,42 +13,53 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kHighest = 127;
+constexpr float kHighest = 127.0f;
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
 
-// Quantise the values of one block, padded with zeros, and return their scale.
+// Return the largest magnitude of a block, or NaN if the block contains one.
 template <int W>
-MOESERVE_INLINE float quantize_block(const float* values, int64_t num_inputs, int8_t* quantized) {
+MOESERVE_INLINE float largest_magnitude(const float* values, int64_t num_inputs) {
   using Int = typename Vector<W>::Int;
-  typedef int8_t Bytes __attribute__((vector_size(W)));
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  constexpr int32_t kRoundBits = 0x4B400000;
-  Float<W> largest = {};
-  Float<W> zeros = {};  // becomes NaN after a NaN
+  Int largest = {};  // the bits of magnitudes have the same order, with NaN as the largest
   for (int64_t i = 0; i < num_inputs; i += W) {
-    const Float<W> lanes = load<W>(values + i);
-    largest = larger<W>(lanes < 0.0f ? -lanes : lanes, largest);
-    zeros += lanes * 0.0f;
+    const Int bits = reinterpret_cast<Int>(load<W>(values + i)) & 0x7FFFFFFF;
+    largest = bits > largest ? bits : largest;
   }
-  const float highest = largest_lane<W>(largest);
-  const float inverse = highest > 0 ? kHighest / highest : 0.0f;
-  for (int64_t i = 0; i < num_inputs; i += W) {
-    const Float<W> rounded = load<W>(values + i) * inverse + kRound;
-    const Bytes bytes = __builtin_convertvector(reinterpret_cast<Int>(rounded) - kRoundBits, Bytes);
-    std::memcpy(quantized + i, &bytes, sizeof(bytes));
-  }
-  return highest * (1.0f / kHighest) + sum_lanes<W>(zeros);
+  int32_t lanes[W];
+  std::memcpy(lanes, &largest, sizeof(lanes));
+  const int32_t bits = *std::max_element(lanes, lanes + W);
+  float magnitude;
+  std::memcpy(&magnitude, &bits, sizeof(magnitude));
+  return magnitude;
 }
 
-// Write the values of a group in the order of the layout.
-MOESERVE_INLINE void write_values(const int8_t* quantized, bool is_widened, char* target) {
-  if (!is_widened) {
-    std::memcpy(target, quantized, kInputGroup);
-    return;
+constexpr int lane_in_step(int lane) { return lane % 4 == 1 ? lane + 1 : lane % 4 == 2 ? lane - 1 : lane; }
+
+// Write the integers in the low bits of W lanes in the order of the layout.
+template <int W, int... kLane>
+MOESERVE_INLINE void write_values(Float<W> lanes, bool is_widened, char* target, std::integer_sequence<int, kLane...>) {
+  using UInt = typename Vector<W>::UInt;
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  if (is_widened) {
+    const auto ordered = reinterpret_cast<UInt>(pick<W, lane_in_step(kLane)...>(lanes, lanes));
+    const auto halves = __builtin_convertvector(ordered, typename Vector<W>::HalfAsMany);
+    std::memcpy(target, &halves, sizeof(halves));
+  } else {
+    const Bytes bytes = __builtin_convertvector(reinterpret_cast<UInt>(lanes), Bytes);
+    std::memcpy(target, &bytes, sizeof(bytes));
   }
-  for (int step = 0; step < kInputGroup / 4; ++step) {
-    const int8_t* four = quantized + 4 * step;
-    const int16_t halves[4] = {four[0], four[2], four[1], four[3]};
-    std::memcpy(target + 8 * step, halves, sizeof(halves));
+}
+
+// Return the four sums of a group in the first lanes. The arguments are the sums of the values of each half whose
+// positions are equal modulo W.
+template <int W, int kHalf = W / 2>
+MOESERVE_INLINE Float<W> sum_quarters(Float<W> first, Float<W> second) {
+  constexpr auto kLanes = std::make_integer_sequence<int, W>{};
+  if constexpr (kHalf == 2) {
+    return fold<W, 1>(first, second, kLanes);
+  } else {
+    const Float<W> folded = fold<W, kHalf>(first, second, kLanes);
+    return sum_quarters<W, kHalf / 2>(folded, folded);
   }
 }
 
@@ -59,26 +71,37 @@ MOESERVE_INLINE void quantize_row(const Element* source, int64_t num_inputs, con
   auto* sums = reinterpret_cast<int16_t*>(target + layout.sums_at());
   for (int64_t first = 0; first < layout.num_inputs; first += layout.block_inputs) {
     alignas(64) float values[kMaxBlockInputs];
-    alignas(64) int8_t quantized[kMaxBlockInputs];
     const int64_t count = std::min(layout.block_inputs, num_inputs - first);
     int64_t i = 0;
     for (; i + W <= count; i += W) store<W>(values + i, load_in_order<W>(source + first + i));
     for (; i < count; ++i) values[i] = widen(source[first + i]);
     for (; i < layout.block_inputs; ++i) values[i] = 0;
-    const float scale = quantize_block<W>(values, layout.block_inputs, quantized);
+    const float highest = largest_magnitude<W>(values, layout.block_inputs);
+    const float inverse = highest > 0 ? kHighest / highest : 0.0f;
+    const float scale = highest * (1.0f / kHighest) + highest * 0.0f;  // NaN if `highest` is infinite
     std::memcpy(scales, &scale, sizeof(scale));
-    for (int64_t k = 0; k < layout.block_inputs; k += kInputGroup) {
-      write_values(quantized + k, layout.is_widened, target + (first + k) / 4 * layout.step_bytes());
-      int16_t four[4] = {};
-      for (int n = 0; n < kInputGroup; ++n) four[n / 16 * 2 + n % 4 / 2] += quantized[k + n];
-      const int16_t sum = four[0] + four[1] + four[2] + four[3];
+    for (int64_t group = 0; group < layout.block_inputs; group += kInputGroup) {
+      Float<W> halves[2] = {};
+      MOESERVE_UNROLL
+      for (int k = 0; k < kInputGroup; k += W) {
+        const Float<W> rounded = load<W>(values + group + k) * inverse + kRound;
+        halves[k / (kInputGroup / 2)] += rounded - kRound;
+        write_values<W>(rounded, layout.is_widened, target, std::make_integer_sequence<int, W>{});
+        target += W / 4 * layout.step_bytes();
+      }
       if (layout.has_blocks) {
-        std::copy_n(four, 4, quarters);
+        const Float<W> four = sum_quarters<W>(halves[0], halves[1]);
+        const auto integers = __builtin_convertvector(four, typename Vector<W>::Int);
+        int16_t sum = 0;
+        for (int i = 0; i < 4; ++i) {
+          quarters[i] = static_cast<int16_t>(integers[i]);
+          sum += quarters[i];
+        }
         quarters += 4;
         *sums++ = sum;
       } else {
-        const float of_group = sum;
-        std::memcpy(scales + sizeof(scale), &of_group, sizeof(of_group));
+        const float sum = sum_lanes<W>(halves[0] + halves[1]);  // exact
+        std::memcpy(scales + sizeof(scale), &sum, sizeof(sum));
       }
     }
     scales += layout.scale_bytes();
