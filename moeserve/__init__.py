@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from moeserve.errors import (
@@ -84,17 +85,29 @@ _MODULES = {
 }
 
 
+def _import(module: str) -> None:
+    """Import a module without the time of collections: torch makes half a million objects, none of them garbage.
+
+    Python would look for garbage after every 700 objects. Later collections would take 0.1 s each, so they skip what
+    exists by then, except garbage from before, which is collected first.
+    """
+    gc.collect()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
+    try:
+        importlib.import_module(module)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.freeze()
+
+
 if not TYPE_CHECKING:  # otherwise type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
-            # Torch makes half a million objects, none of them garbage; Python would look for some after every 700.
-            thresholds = gc.get_threshold()
-            gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
-            try:
-                return getattr(importlib.import_module(_MODULES[name]), name)
-            finally:
-                gc.set_threshold(*thresholds)
+            if _MODULES[name] not in sys.modules:
+                _import(_MODULES[name])
+            return getattr(sys.modules[_MODULES[name]], name)
         raise AttributeError(f"module 'moeserve' has no attribute {name!r}")
 
 
