@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "isa.h"
@@ -262,6 +263,43 @@ MOESERVE_INLINE void pack_columns(WeightFormat format, const Columns& columns, c
 MOESERVE_DEFINE_VARIANTS(pack_columns, (WeightFormat format, const Columns& columns, char* panel),
                          (format, columns, panel))
 
+// Exchange the lanes above the diagonal of W vectors with those below.
+template <int W, int kHalf = W / 2, int... kLane>
+MOESERVE_INLINE void transpose(Float<W> (&rows)[W], std::integer_sequence<int, kLane...> lanes) {
+  if constexpr (kHalf > 0) {
+    MOESERVE_UNROLL
+    for (int i = 0; i < W; ++i) {
+      if ((i & kHalf) != 0) continue;
+      const Float<W> upper = rows[i], lower = rows[i + kHalf];
+      rows[i] = pick<W, (kLane & kHalf ? kLane - kHalf + W : kLane)...>(upper, lower);
+      rows[i + kHalf] = pick<W, (kLane & kHalf ? kLane + W : kLane + kHalf)...>(upper, lower);
+    }
+    transpose<W, kHalf / 2>(rows, lanes);
+  }
+}
+
+// Pack kPanel rows of `num_words` words of 32 bits.
+template <int W>
+MOESERVE_INLINE void transpose_panel(const float* source, int64_t num_words, float* panel) {
+  int64_t k = 0;
+  for (; k + W <= num_words; k += W) {
+    for (int n = 0; n < kPanel; n += W) {
+      Float<W> words[W];
+      MOESERVE_UNROLL
+      for (int i = 0; i < W; ++i) words[i] = load<W>(source + (n + i) * num_words + k);
+      transpose<W>(words, std::make_integer_sequence<int, W>{});
+      MOESERVE_UNROLL
+      for (int i = 0; i < W; ++i) store<W>(panel + (k + i) * kPanel + n, words[i]);
+    }
+  }
+  for (; k < num_words; ++k) {
+    for (int n = 0; n < kPanel; ++n) std::memcpy(panel + k * kPanel + n, source + n * num_words + k, sizeof(float));
+  }
+}
+
+MOESERVE_DEFINE_VARIANTS(transpose_panel, (const float* source, int64_t num_words, float* panel),
+                         (source, num_words, panel))
+
 template <typename Element>
 void pack_plain(const Element* source, int num_rows, int64_t num_inputs, int64_t padded, Element* panel) {
   constexpr int kTogether = sizeof(Element) == 2 ? 2 : 1;
@@ -275,23 +313,21 @@ void pack_plain(const Element* source, int num_rows, int64_t num_inputs, int64_t
   }
 }
 
-// Pack panels in the element type of the weight. Two inputs of a bfloat16 weight are moved as one word.
+// Pack panels in the element type of the weight. One input of a float32 weight is a word, or two of a bfloat16 weight.
 template <typename Element>
 void pack_same(const Element* source, int num_rows, int64_t num_inputs, int64_t padded, char* panel) {
-  std::vector<Element> copy(source, source + num_rows * num_inputs);  // `panel` may be `source`
-  if (sizeof(Element) == 2 && num_rows == kPanel && num_inputs == padded) {
-    const auto* words = reinterpret_cast<const uint32_t*>(copy.data());
-    auto* target = reinterpret_cast<uint32_t*>(panel);
-    const int64_t num_words = num_inputs / 2;
-    for (int64_t first = 0; first < num_words; first += 16) {  // one cache line of each row at a time
-      const int64_t last = std::min(first + 16, num_words);
-      for (int64_t k = first; k < last; ++k) {
-        for (int n = 0; n < kPanel; ++n) target[k * kPanel + n] = words[n * num_words + k];
-      }
-    }
-    return;
+  std::vector<Element> copy;
+  if (static_cast<const void*>(source) == panel) {
+    copy.assign(source, source + num_rows * num_inputs);
+    source = copy.data();
   }
-  pack_plain(copy.data(), num_rows, num_inputs, padded, reinterpret_cast<Element*>(panel));
+  if (num_rows == kPanel && num_inputs == padded) {
+    const int64_t num_words = num_inputs * sizeof(Element) / sizeof(float);
+    choose_transpose_panel(current_isa())(reinterpret_cast<const float*>(source), num_words,
+                                          reinterpret_cast<float*>(panel));
+  } else {
+    pack_plain(source, num_rows, num_inputs, padded, reinterpret_cast<Element*>(panel));
+  }
 }
 
 template <typename Element>

@@ -47,9 +47,10 @@ DEFAULT_LIMITS = QuantizationLimits()
 class Weights(nn.Module, Generic[AnyProduct]):
     """Weights [e, O, I] of one shape side by side, and their product with rows.
 
-    `memory` exists from `allocate` until the weights are packed, `panels` from then on. Where the kernels read open
-    weights they stay open, and may be 8-bit floats with `scales` (see `weight_blocks`). In MXFP4, `memory` and
-    `scales` have codes and exponents (see `OpenWeights`) until the weights are packed.
+    `memory` exists from `allocate` until the weights are packed, `panels` from then on. With `fills_panels`, rows are
+    packed as they are read, and only the panels get memory. Where the kernels read open weights they stay open, and may
+    be 8-bit floats with `scales` (see `weight_blocks`). In MXFP4, `memory` and `scales` have codes and exponents (see
+    `OpenWeights`) until the weights are packed.
 
     A destination that a checkpoint fills refers to its weights by this module.
 
@@ -99,6 +100,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.register_buffer("panels", None)
         self.int4_scales = None
         self.stored_rows: tuple[StoredRows, ...] = ()  # formats in which the weights stay as stored; empty: none
+        self.fills_panels = False
 
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
@@ -149,24 +151,34 @@ class Weights(nn.Module, Generic[AnyProduct]):
         num_weights, num_outputs, num_inputs = self.shape
         self.int4_scales = torch.empty(num_weights, num_outputs, -(-num_inputs // INT4_GROUP), dtype=torch.float16)
 
-    def keep_stored(self, rows: tuple[StoredRows, ...]) -> None:
-        """Pack the weights as `fill_stored` gets them, in these formats. Open weights then never get memory.
-
-        Called for weights without memory.
-        """
+    def fill_panels(self, stored_rows: tuple[StoredRows, ...] = ()) -> None:
+        """Pack rows as `fill_rows` gets them, or `fill_stored` in these formats. Called for weights without memory."""
         assert self.memory is not None
         assert self.memory.is_meta
-        self.stored_rows = rows
+        self.fills_panels, self.stored_rows = True, stored_rows
+
+    def fill_rows(self, row: int, rows_RI: Tensor) -> None:
+        """Pack contiguous rows from `row` on, counted over all weights.
+
+        In each part of a weight they begin at a multiple of PANEL_ROWS, and end at one or with the part.
+        """
+        packing, packed_format = self._packing, self.packed_format
+        assert packing is not None
+        assert packed_format is not None
+        part_rows = self.shape[1] // self.num_parts
+        panels_of_parts = self._allocated_panels().view(self.shape[0] * self.num_parts, -1)
+        while len(rows_RI):
+            part, first = divmod(row, part_rows)
+            size = min(len(rows_RI), part_rows - first)
+            packing.pack_rows(self.open, packed_format, panels_of_parts[part], first, rows_RI[:size])
+            row, rows_RI = row + size, rows_RI[size:]
 
     def fill_stored(self, row: int, stored: StoredCodes) -> bool:
         """Pack stored rows from `row` on, counted over all weights. Return False if a scale is not finite."""
         packing = self._packing
         assert packing is not None
-        if self.panels is None:
-            shape = self.shape[0], self.num_packed_bytes // self.shape[0]
-            self.panels = packing.allocate_weights(shape, torch.uint8, self.context.device)
         slot, row = divmod(row, self.shape[1])
-        return packing.pack_stored(self.open, self.panels[slot], row, stored)
+        return packing.pack_stored(self.open, self._allocated_panels()[slot], row, stored)
 
     @property
     def stored_formats(self) -> frozenset[PackedFormat]:
@@ -205,7 +217,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
     @property
     def num_open_bytes(self) -> int:
         """Size in bytes before packing."""
-        return 0 if self.stored_rows else sum(tensor.nbytes for tensor in self.open_tensors)
+        return 0 if self.fills_panels else sum(tensor.nbytes for tensor in self.open_tensors)
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -243,9 +255,8 @@ class Weights(nn.Module, Generic[AnyProduct]):
         packed_format, packing = self.packed_format, self._packing
         if packed_format is None or packing is None:
             return
-        if self.stored_rows:
-            assert self.panels is not None
-            return self._use(PackedWeights.from_panels(self.open, packed_format, self.panels))
+        if self.fills_panels:
+            return self.adopt(self._allocated_panels())
         self._use(packing.pack(self.open, packed_format, in_place=self.packs_in_place))
 
     def adopt(self, panels: Tensor) -> None:
@@ -269,6 +280,12 @@ class Weights(nn.Module, Generic[AnyProduct]):
             return self.num_open_bytes
         return self.shape[0] * packing.num_bytes(self.open, packed_format)
 
+    def _allocated_panels(self) -> Tensor:
+        if self.panels is None:
+            shape = self.shape[0], self.num_packed_bytes // self.shape[0]
+            self.panels = self.context.backend.allocate_weights(shape, torch.uint8, self.context.device)
+        return self.panels
+
     def _use(self, packed: PackedWeights) -> None:
         self.panels, self.memory, self.scales, self.int4_scales = packed.panels, None, None, None
         self.product = self._kind.of_packed(self.context.backend.native, packed)
@@ -290,7 +307,7 @@ def allocate_parameters(module: nn.Module, context: BuildContext) -> None:
         if isinstance(part, Weights) and part.is_borrowed:
             part.memory = None
         for name, parameter in list(part.named_parameters(recurse=False)):
-            if name == "memory" and isinstance(part, Weights) and part.stored_rows:
+            if name == "memory" and isinstance(part, Weights) and part.fills_panels:
                 continue
             setattr(part, name, context.parameter(*parameter.shape, dtype=parameter.dtype))
     for part in module.modules():

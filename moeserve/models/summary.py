@@ -190,7 +190,7 @@ def _open_bytes(weights: AnyWeights) -> int:
 
 def _is_replaced(weights: AnyWeights) -> bool:
     """Return True if the weights are packed into new memory, and the memory of the open weights is released."""
-    return weights.packs and not weights.is_borrowed and not weights.packs_in_place and not weights.stored_rows
+    return weights.packs and not weights.is_borrowed and not weights.packs_in_place and not weights.fills_panels
 
 
 class _Counts:

@@ -29,7 +29,7 @@ from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_we
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
 from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
-from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
+from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, fill_panels, packed_state
 from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint
 from moeserve.models.checkpoint.stored_codes import keep_stored
 from moeserve.models.decoder import Decoder
@@ -87,8 +87,8 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     stage = config.parallel.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     checkpoint = None if weights.load_format == "dummy" else _open_checkpoint(config, description)
-    if checkpoint is not None and description.keeps_stored(weights.dtype, weights.quantization):
-        keep_stored(checkpoint, destinations(model, description.family.norm_offset, checkpoint.shapes).into)
+    if checkpoint is not None:
+        _choose_packing(config, description, checkpoint, model)
     memory = loading_memory(model, fills_all_first=weights.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
     free = free_bytes(config)
@@ -117,9 +117,7 @@ def _load(
     show_progress: bool,
 ) -> int:
     """Load a model's weights, of `num_bytes`. Return the size of those that are mapped from a file."""
-    weights, norm_offset = config.weights, description.family.norm_offset
-    if weights.quantization == "int4" and description.weight_format.is_int4:
-        keep_int4(checkpoint, destinations(model, norm_offset, checkpoint.shapes))
+    weights = config.weights
     cache = PackedWeightCache(cache_folder() / "packed", weights.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
     has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and config.experts.rebalance == "off"
@@ -132,7 +130,7 @@ def _load(
     packer = Packer(model)
     load_weights(
         checkpoint,
-        destinations(model, norm_offset, checkpoint.shapes),
+        destinations(model, description.family.norm_offset, checkpoint.shapes),
         on_filled=packer.on_filled,
         ignore_unused=weights.ignore_unused_weights,
         show_progress=show_progress,
@@ -141,6 +139,19 @@ def _load(
     if is_cached:
         CacheWriter(model, cache, key, packed_state(model)).start()
     return 0
+
+
+def _choose_packing(
+    config: EngineConfig, description: registry.Description, checkpoint: Checkpoint, model: Decoder
+) -> None:
+    """Prepare the weights of a model without memory for the form in which the checkpoint's tensors will be packed."""
+    weights = config.weights
+    places = destinations(model, description.family.norm_offset, checkpoint.shapes)
+    if description.keeps_stored(weights.dtype, weights.quantization):
+        keep_stored(checkpoint, places.into)
+    if weights.quantization == "int4" and description.weight_format.is_int4:
+        keep_int4(checkpoint, places)
+    fill_panels(place for each in places.into.values() for place in each)
 
 
 def _open_checkpoint(config: EngineConfig, description: registry.Description) -> Checkpoint:

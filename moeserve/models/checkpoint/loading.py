@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -28,7 +29,7 @@ from moeserve.models.checkpoint.integer_tensors import GroupedTensor
 from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names
 from moeserve.models.checkpoint.tensors import CheckpointTensor, PlainTensor, ReadRows
 from moeserve.models.checkpoint.unused_tensors import harmful
-from moeserve.ops.products.interface import INT4_GROUP
+from moeserve.ops.products.interface import INT4_GROUP, PANEL_ROWS
 from moeserve.ops.products.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 from moeserve.progress import ProgressBar, progress_bar
 
@@ -240,7 +241,12 @@ def _fill(
         return
     part = (slice(None), *others)
     num_rows = (first.stop - first.start) // len(memory)  # rows of the checkpoint's tensor for one row of memory
+    rows_of_each = math.prod(memory.shape[1:-1])
     step = max(1, piece_values * len(memory) // memory.numel())
+    into_panels = place.owner if place.owner is not None and place.owner.fills_panels else None
+    if into_panels is not None:
+        unit = PANEL_ROWS // math.gcd(PANEL_ROWS, rows_of_each)
+        step = -(-step // unit) * unit
     codes_of = place.owner.open if place.owner is not None and place.is_in_blocks else None
     if codes_of is not None:
         step = -(-step // BLOCK) * BLOCK
@@ -250,8 +256,13 @@ def _fill(
         end = begin + len(piece) * num_rows
         if codes_of is None:
             values = tensor.read(read_rows, begin, end)[part].reshape(piece.shape)
-            is_changed = place.offset != 0.0 or place.factor != 1.0
-            piece.copy_(values.float() * place.factor + place.offset if is_changed else values)
+            if place.offset != 0.0 or place.factor != 1.0:
+                values = values.float() * place.factor + place.offset
+            if into_panels is None:
+                piece.copy_(values)
+            else:
+                rows_RI = values.to(memory.dtype).contiguous().view(-1, memory.shape[-1])
+                into_panels.fill_rows(place.first_row + start * rows_of_each, rows_RI)
         elif _has_same_blocks(tensor):
             assert not any(cut.start % BLOCK for cut in (first, *others)), (place.part, "begins inside a block")
             codes_OI, scales_GB = tensor.read_blocks(read_rows, begin, end)

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights, Weights
+from moeserve.ops.products.interface import PANEL_ROWS
 
 PACKED_STATE_VERSION = 9
+
+
+def fill_panels(places: Iterable[Destination]) -> None:
+    """Prepare all weights that are filled in whole panels to be packed as their rows are read.
+
+    Args:
+        places: all destinations of a model without memory.
+    """
+    parts: dict[AnyWeights, list[Destination]] = {}
+    for place in places:
+        if place.owner is not None:
+            parts.setdefault(place.owner, []).append(place)
+    for weights, found in parts.items():
+        is_plain = not (weights.is_borrowed or weights.is_mxfp4 or weights.fills_panels)
+        is_filled = sum(place.memory.numel() for place in found) == math.prod(weights.shape)
+        keeps_values = weights.int4_scales is None and weights.packs
+        if is_plain and is_filled and keeps_values and all(_has_whole_panels(place, weights) for place in found):
+            weights.fill_panels()
+
+
+def _has_whole_panels(place: Destination, weights: AnyWeights) -> bool:
+    """Return True if a destination is rows in order, of which no panel has rows of another destination."""
+    _, num_outputs, num_inputs = weights.shape
+    memory, part_rows = place.memory, num_outputs // weights.num_parts
+    if not memory.is_contiguous() or memory.shape[-1] != num_inputs:
+        return False
+    first, last = place.first_row, place.first_row + memory.numel() // num_inputs
+    if part_rows % PANEL_ROWS and first // part_rows != (last - 1) // part_rows:
+        return False  # a piece of the rows could begin inside of a panel
+    return first % part_rows % PANEL_ROWS == 0 and last % part_rows % PANEL_ROWS == 0
 
 
 class Packer:

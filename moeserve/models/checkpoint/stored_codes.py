@@ -77,7 +77,7 @@ def keep_stored(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> N
         if isinstance(rows, str):
             others[rows] += 1
         elif rows:
-            weights.keep_stored(rows)
+            weights.fill_panels(rows)
     if others:
         reasons = "; ".join(f"{count} {reason}" for reason, count in others.most_common())
         logger.warning("%s: some weights do not stay as they are stored: %s", checkpoint.folder, reasons)

@@ -14,6 +14,7 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, is_measured
 from moeserve.ops.products.interface import (
+    PANEL_ROWS,
     Gather,
     InputChunks,
     OpenWeights,
@@ -157,6 +158,20 @@ class CpuPacking:
         """Return the bytes of rows that keep a checkpoint's codes."""
         size = None if chunks is None else chunks.size
         return sum(int(self._native.packed_bytes(each.format, each.num_rows, num_inputs, 1, size)) for each in rows)
+
+    def pack_rows(
+        self, weights: OpenWeights, packed_format: PackedFormat, panels_B: Tensor, row: int, rows_RI: Tensor
+    ) -> None:
+        """Pack rows of one part of a weight, from `row` on, into the part's panels.
+
+        Args:
+            row: a multiple of PANEL_ROWS.
+        """
+        chunk_inputs = None if weights.chunks is None else weights.chunks.size
+        panel_bytes = self._native.packed_bytes(packed_format, PANEL_ROWS, weights.num_inputs, 1, chunk_inputs)
+        start, num_panels = row // PANEL_ROWS * panel_bytes, -(-len(rows_RI) // PANEL_ROWS)
+        own_B = panels_B[start : start + num_panels * panel_bytes]
+        self._native.pack_weight(packed_format, rows_RI, own_B, 1, chunk_inputs, None)
 
     def pack_stored(self, weights: OpenWeights, panels_B: Tensor, row: int, stored: StoredCodes) -> bool:
         """Pack rows of one weight, from `row` on, into its panels. Return False if a scale is not finite.
