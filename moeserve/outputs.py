@@ -1,4 +1,4 @@
-"""Results of `LLM`: a prompt, its outputs, and their log-probabilities."""
+"""Results of `LLM`: a prompt, its outputs, their log-probabilities, and the score of a sequence."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ class Logprob:
     logprob: float
     rank: int  # 1: the most likely token
     decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class SequenceScore:
+    """The log-probabilities of the tokens of a sequence after its prompt."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each token, given all tokens before it
+    top_logprobs: list[dict[int, Logprob]]  # by position: the token's own, and those of the most likely tokens
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.config.settings import LogprobsMode
 from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.sampling_params import RequestParams
 from moeserve.step_inputs import SAMPLING_SETTINGS, as_integers
@@ -45,7 +46,16 @@ def positions_of(num_outputs: Sequence[int]) -> Tensor:
     return torch.tensor([NUM_PROMPT_TOKENS + number - 1 for number in num_outputs], dtype=torch.int64)
 
 
-def sampled(logits_LV: Tensor, rows: Sequence[RowSpec], operations: SamplingOperations) -> list[SampledToken]:
+def uploaded(arrays: Sequence[sampler.Array]) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def sampled(
+    logits_LV: Tensor,
+    rows: Sequence[RowSpec],
+    operations: SamplingOperations,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+) -> list[SampledToken]:
     """Return the tokens of all rows. Nothing more is done for rows that need nothing more."""
     results = sampler.sample(
         logits_LV,
@@ -53,6 +63,7 @@ def sampled(logits_LV: Tensor, rows: Sequence[RowSpec], operations: SamplingOper
         positions_of([row.position for row in rows]),
         {index: row for index, row in enumerate(rows) if row.is_special},
         operations,
-        lambda arrays: [torch.from_numpy(array) for array in arrays],
+        uploaded,
+        logprobs_mode=logprobs_mode,
     )
     return results.results(results.tensors)

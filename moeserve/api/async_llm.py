@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moeserve.api import vllm_calls
 from moeserve.api.engine_thread import EngineThread
 from moeserve.api.prompts import Params, Prompt, chat_prompt
+from moeserve.api.scoring import requests_of, score_of
 from moeserve.api.session import Session
 from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import TextParts, start_engine, tokenizer_of
@@ -23,7 +24,7 @@ from moeserve.config.resolve_parallel import shown_layout
 from moeserve.config.validation import parse_settings
 from moeserve.config.vllm_options import ARGUMENTS, require_harmless
 from moeserve.errors import EngineError
-from moeserve.outputs import RequestOutput
+from moeserve.outputs import RequestOutput, SequenceScore
 from moeserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -225,6 +226,21 @@ class AsyncLLM:
         async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def score(
+        self, sequence: Sequence[int], prompt_length: int, *, temperature: float = 1.0, top_logprobs: int = 0
+    ) -> SequenceScore:
+        """Return the log-probabilities of the tokens of one sequence after its prompt; see `LLM.score`.
+
+        Raises:
+            RequestError, QueueFullError, EngineError: as for `generate`.
+        """
+        mode = self.config.texts.logprobs_mode
+        (prompt,), (params,) = requests_of([sequence], [prompt_length], temperature, top_logprobs, mode)
+        async with contextlib.aclosing(self.generate(prompt, params)) as outputs:
+            async for output in outputs:
+                last = output
+        return score_of(last, prompt_length)
 
     def chat_prompt(
         self,

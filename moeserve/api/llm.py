@@ -17,6 +17,7 @@ from moeserve.api.llm_engine import LLMEngine
 from moeserve.api.metrics import Metric, metrics_of
 from moeserve.api.profiler import Profiler
 from moeserve.api.prompts import Params, Prompt, Prompts, chat_prompt
+from moeserve.api.scoring import requests_of, score_of
 from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import start_engine, tokenizer_of
 from moeserve.config.engine_config import EngineConfig
@@ -27,7 +28,7 @@ from moeserve.errors import RequestError, SettingsError, shown
 from moeserve.interrupts import interrupts_deferred
 from moeserve.layers.moe.placement.placement import Placement, write_placements
 from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
-from moeserve.outputs import RequestOutput
+from moeserve.outputs import RequestOutput, SequenceScore
 from moeserve.progress import ProgressBar
 from moeserve.sampling_params import BeamSearchParams, SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow
@@ -241,6 +242,41 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: int | Sequence[int],
+        *,
+        temperature: float = 1.0,
+        top_logprobs: int = 0,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[SequenceScore]:
+        """Return the log-probabilities of the tokens of sequences after their prompts, without sampling.
+
+        They are those that `generate` returns for the same tokens with the same temperature; if results do not depend
+        on the batch (see `batch_invariant`), to the last bit. With `logprobs_mode="processed_logprobs"` that holds for
+        requests without bias, penalties, grammar, `min_p`, `top_k` and `top_p`. No cached prefix is used.
+
+        Args:
+            sequences: token ids of each, at least two; also tensors and arrays.
+            prompt_lengths: the number of tokens at the start of each sequence that are not scored, from 1; one number
+                stands for all.
+            temperature: by which logits are divided; other numbers than 1 need `logprobs_mode="processed_logprobs"`.
+            top_logprobs: also return the log-probabilities of this many most likely tokens.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            One score for each sequence, in the same order.
+
+        Raises:
+            RequestError, EngineError: as for `generate`.
+        """
+        mode = self.config.texts.logprobs_mode
+        prompts, params = requests_of(sequences, prompt_lengths, temperature, top_logprobs, mode)
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
+        lengths = [prompt_lengths] * len(outputs) if isinstance(prompt_lengths, int) else prompt_lengths
+        return [score_of(*each) for each in zip(outputs, lengths, strict=True)]
 
     def beam_search(
         self,

@@ -79,6 +79,11 @@ class SettingArguments(TypedDict, total=False):
     override_generation_config: Mapping[str, Any] | None
     """sampling parameters that replace these defaults, such as {"temperature": 0.5} (a dict (in JSON, an object) or
     None; default: None)."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+    """what logprobs and prompt_logprobs return; raw: the model's; processed: those with which a token is drawn,
+    after bias, penalties, temperature, min_p, top_k and top_p (for a prompt: after the temperature only); logits:
+    not normalised (one of 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'; default:
+    'raw_logprobs')."""
     # KV cache
     block_size: int | None
     """tokens per block; none: 16, or 128 for DeepSeek-V4 (an integer from 1 to 4096 or None; default: None)."""
@@ -311,7 +316,6 @@ class SettingArguments(TypedDict, total=False):
     limit_mm_per_prompt: Any
     log_level: Any
     logits_processors: Any
-    logprobs_mode: Any
     long_prefill_token_threshold: Any
     lora_dtype: Any
     lora_extra_vocab_size: Any

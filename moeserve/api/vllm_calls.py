@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from moeserve.errors import UnsupportedError
 
-_POOLING = "models generate text only; log-probabilities score texts (SamplingParams(prompt_logprobs=0))"
+_POOLING = "models generate text only; `score` returns log-probabilities of tokens"
 NAMES = {
     "collective_rpc": "no code runs in the ranks; the settings and methods of LLM are all that they do",
     "apply_model": "no code runs in the ranks; load the checkpoint with transformers to look at its weights",
-    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _POOLING),
+    **dict.fromkeys(("encode", "embed", "classify", "reward"), _POOLING),
     "sleep": "shut the engine down, and make a new one to continue; packed weights load fast",
     "wake_up": "no engine sleeps; make a new one",
     "set_tokenizer": "name the tokenizer's folder when the engine is made: LLM(tokenizer=...)",

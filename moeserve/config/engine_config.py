@@ -11,6 +11,7 @@ from moeserve.config.settings import (
     DeepEPApi,
     DispatcherName,
     DtypeName,
+    LogprobsMode,
     ModelImplName,
     ProductChoice,
     QuantizationName,
@@ -38,13 +39,14 @@ class WeightsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """The tokenizer, and the defaults of sampling parameters."""
+    """The tokenizer, the defaults of sampling parameters, and the form of log-probabilities."""
 
     tokenizer_path: str
     hub_tokenizer: HubModel | None  # the repository of a tokenizer of its own, and the commit
     vocab_size: int
     has_generation_config: bool  # sampling parameters of generation_config.json are the defaults
     override_generation_config: tuple[tuple[str, Any], ...]  # sampling parameters that replace these defaults
+    logprobs_mode: LogprobsMode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ class Limits:
     """Limits of one request, so that no request can exhaust the machine."""
 
     max_n: int = 128
-    max_logprobs: int = 64
+    max_logprobs: int = 128
     max_prompt_logprobs_entries: int = 2**22  # positions of a prompt times tokens per position
     max_stop_strings: int = 64
     max_stop_string_length: int = 1024  # characters

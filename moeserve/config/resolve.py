@@ -56,13 +56,14 @@ def resolve(
 
 
 def resolve_texts(model: ModelSettings, facts: Facts) -> TextConfig:
-    """Return the tokenizer, and the defaults of sampling parameters."""
+    """Return the tokenizer, the defaults of sampling parameters, and the form of log-probabilities."""
     return TextConfig(
         tokenizer_path=model.tokenizer or facts.checkpoint.path,
         hub_tokenizer=None,
         vocab_size=facts.checkpoint.vocab_size,
         has_generation_config=model.generation_config == "auto",
         override_generation_config=tuple((model.override_generation_config or {}).items()),
+        logprobs_mode=model.logprobs_mode,
     )
 
 

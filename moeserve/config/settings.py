@@ -23,6 +23,7 @@ ModelImplName = Literal["moeserve", "transformers"]
 AttentionName = Literal["triton", "flashinfer"]  # attention kernels on a GPU
 ProductName = Literal["triton", "deep_gemm"]  # kernels of products in 8-bit blocks on a GPU
 AttentionChoice = AttentionName | Literal["measured"]  # measured: the fastest by measurements on this GPU
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 ProductChoice = ProductName | Literal["measured"]
 
 
@@ -107,6 +108,12 @@ class ModelSettings:
     )
     override_generation_config: dict[str, Any] | None = setting(
         None, 'sampling parameters that replace these defaults, such as {"temperature": 0.5}'
+    )
+    logprobs_mode: LogprobsMode = setting(
+        "raw_logprobs",
+        "what logprobs and prompt_logprobs return; raw: the model's; processed: those with which a token is "
+        "drawn, after bias, penalties, temperature, min_p, top_k and top_p (for a prompt: after the temperature "
+        "only); logits: not normalised",
     )
 
 

@@ -96,7 +96,6 @@ SETTINGS = {
     "data_parallel_backend": _setting(_RANKS.why, "mp", "ray"),
     "tokenizer_mode": _setting("the tokenizer is that of the checkpoint's files", "hf", "fast"),
     "config_format": _setting("checkpoints have Hugging Face's layout; use the files of that layout", "hf"),
-    "logprobs_mode": _setting("log-probabilities are those of the model itself", "raw_logprobs"),
     "scheduling_policy": _setting("requests are served in the order of their arrival", "fcfs"),
     "prefill_context_parallel_size": _setting("use tensor_parallel_size", 1),
     "decode_context_parallel_size": _setting("use tensor_parallel_size", 1),

@@ -52,7 +52,7 @@ async def block_events(deltas: AsyncGenerator[TurnDelta, None], turn: Turn) -> A
     num_unread = 0  # tokens whose text is held back or is part of a marker
     async with contextlib.aclosing(deltas):
         async for delta in deltas:
-            turn.num_prompt, turn.num_cached = delta.num_prompt, delta.num_cached
+            turn.num_prompt, turn.num_cached = len(delta.prompt_token_ids), delta.num_cached
             turn.num_output += len(delta.output.token_ids)
             num_unread += len(delta.output.token_ids)
             if delta.content or delta.tool_calls:

@@ -157,7 +157,7 @@ class TurnDelta:
     reasoning: str
     tool_calls: tuple[ToolCallDelta, ...]
     finish_reason: str | None
-    num_prompt: int  # prompt tokens
+    prompt_token_ids: list[int]
     num_cached: int
 
 
@@ -213,7 +213,7 @@ async def turn_deltas(
                         reasoning=parsed.reasoning if conversation.with_reasoning else "",
                         tool_calls=parsed.tool_calls,
                         finish_reason=parsers[each.index].finish_reason(each),
-                        num_prompt=len(output.prompt_token_ids),
+                        prompt_token_ids=output.prompt_token_ids,
                         num_cached=output.num_cached_tokens,
                     )
 

@@ -287,8 +287,8 @@ class SamplingFields(TransferFields, ClientFields):
     truncate_prompt_tokens: int | None = None
     early_stopping: Annotated[Any, Refused("it belongs to beam search")] = None
     spaces_between_special_tokens: Annotated[Any, Ignored("no spaces are added between tokens")] = None
-    return_token_ids: Annotated[Any, Refused("answers hold no token ids")] = None
-    return_tokens_as_token_ids: Annotated[Any, Refused("answers hold texts of tokens")] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def structure(self) -> StructuredOutputs | None:
@@ -335,6 +335,11 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON holds it: that of an excluded token, minus infinity, as -9999, as in vLLM."""
+    return max(logprob, -9999.0)
 
 
 def usage(num_prompt: int, num_cached: int, num_written: int, num_output: int) -> dict[str, Any]:

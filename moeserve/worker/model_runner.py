@@ -196,8 +196,10 @@ class ModelRunner:
             positions_L = sampled_rows(step.positions)
         if self.context.tp_rank == 0:
             specs = self._specs(sampling, previous)
-            upload = self.copies.upload
-            rows = sample(logits_LV, settings_LW, positions_L, specs, self._operations, upload, chosen_L)
+            upload, mode = self.copies.upload, self.context.logprobs_mode
+            rows = sample(
+                logits_LV, settings_LW, positions_L, specs, self._operations, upload, chosen_L, logprobs_mode=mode
+            )
         else:
             rows = SampledRows(tokens_L=torch.empty_like(slots_L), highest_L=slots_L, dtype=logits_LV.dtype)
         if self.appends_samples:
@@ -235,13 +237,13 @@ class ModelRunner:
     def _prompt_logprobs(self, chunk: Chunk, hidden_TD: Tensor) -> list[Tensor]:
         """Return the argument of `prompt_rows`. Collective: tp ranks, because logits are."""
         (targets_R,) = self.copies.upload([np.array(chunk.prompt_targets, np.int64)])
-        num_top = chunk.request.params.prompt_logprobs or 0
+        params, mode = chunk.request.params, self.context.logprobs_mode
         pieces = []
         for first in range(0, len(targets_R), PROMPT_ROWS):
             some_R = targets_R[first : first + PROMPT_ROWS]
             logits_RV = self.model.logits(hidden_TD[first:][: len(some_R)])
             if self.context.tp_rank == 0:
-                pieces.append(prompt_logprobs(logits_RV, some_R, num_top, self._operations))
+                pieces.append(prompt_logprobs(logits_RV, some_R, params, self._operations, self.copies.upload, mode))
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
     def build_inputs(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moeserve.config.settings import LogprobsMode
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.rules import CacheRules
 from moeserve.step_inputs import GroupTable, StateRows, StepInputs
@@ -23,6 +24,7 @@ class RankContext:
     device: torch.device
     overlap: OverlapLimits = OverlapLimits()
     rules: CacheRules = CacheRules()  # of the model's cache groups
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def with_all_groups(self, step: StepInputs) -> StepInputs:
         """Return a step of the first cache group with tables and state rows of all others, to which it writes nothing.

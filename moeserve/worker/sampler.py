@@ -7,6 +7,7 @@ copies of the logits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moeserve.config.settings import LogprobsMode
 from moeserve.ops.sampling.interface import SamplingOperations
-from moeserve.ops.sampling.reference import order_keys, pieces, tokens_of
+from moeserve.ops.sampling.reference import kept_tokens, order_keys, pieces, tokens_of
 from moeserve.protocol import LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.grammars import AllowedTokens
@@ -146,6 +148,7 @@ def sample(
     operations: SamplingOperations,
     upload: Upload,
     chosen_L: Chosen | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> SampledRows:
     """Sample one token per row; see `SamplingParams` for the order of operations.
 
@@ -179,7 +182,8 @@ def sample(
     logprobs = None
     if with_logprobs:
         num_top = max(specs[row].params.logprobs or 0 for row in with_logprobs)
-        logprobs = _logprob_columns(logits_LV, with_logprobs_R, tokens_L.index_select(0, with_logprobs_R), num_top)
+        targets_R, specs_R = tokens_L.index_select(0, with_logprobs_R), [specs[row] for row in with_logprobs]
+        logprobs = _logprob_columns(logits_LV, with_logprobs_R, targets_R, num_top, specs_R, upload, mode=logprobs_mode)
     return SampledRows(
         tokens_L=tokens_L,
         highest_L=highest_L,
@@ -193,14 +197,23 @@ def sample(
     )
 
 
-def prompt_logprobs(logits_RV: Tensor, targets_R: Tensor, num_top: int, operations: SamplingOperations) -> list[Tensor]:
-    """Return log-probabilities of each row's target and of its `num_top` most likely tokens, as NUM_PROMPT_TENSORS
-    tensors for `prompt_rows`.
+def prompt_logprobs(
+    logits_RV: Tensor,
+    targets_R: Tensor,
+    params: RequestParams,
+    operations: SamplingOperations,
+    upload: Upload,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+) -> list[Tensor]:
+    """Return log-probabilities of each row's target and of its `params.prompt_logprobs` most likely tokens, as
+    NUM_PROMPT_TENSORS tensors for `prompt_rows`. Of the processing, only the temperature concerns a prompt.
     """
     assert logits_RV.shape[0] == len(targets_R), f"{logits_RV.shape[0]} rows of logits for {len(targets_R)} targets"
     rows_R = torch.arange(len(targets_R), device=logits_RV.device)
     highest_R = operations.row_maximum(logits_RV)[0].to(logits_RV.dtype)
-    return [highest_R, *_logprob_columns(logits_RV, rows_R, targets_R, num_top)]
+    specs_R = [SampleSpec(params=RequestParams(temperature=params.temperature))] * len(targets_R)
+    num_top = params.prompt_logprobs or 0
+    return [highest_R, *_logprob_columns(logits_RV, rows_R, targets_R, num_top, specs_R, upload, mode=logprobs_mode)]
 
 
 def prompt_rows(on_host: Sequence[Tensor]) -> LogprobRows | str:
@@ -312,30 +325,65 @@ def _penalties_of_bits(device: torch.device) -> Tensor:
 
 
 def _logprob_columns(
-    logits_LV: Tensor, rows_R: Tensor, targets_R: Tensor, num_top: int
+    logits_LV: Tensor,
+    rows_R: Tensor,
+    targets_R: Tensor,
+    num_top: int,
+    specs_R: Sequence[SampleSpec],
+    upload: Upload,
+    *,
+    mode: LogprobsMode,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids, float32 log-probabilities and ranks of some rows' targets and of their most likely tokens."""
-    columns = [
-        _columns_of_piece(
-            logits_LV.index_select(0, rows_R[some[0] : some[-1] + 1]).float(),
-            targets_R[some[0] : some[-1] + 1],
-            num_top,
-        )
-        for some in pieces(np.arange(len(rows_R)), logits_LV)
-    ]
-    tokens_RN, logprobs_RN, ranks_RN = (torch.cat(column) for column in zip(*columns, strict=True))
-    return tokens_RN, logprobs_RN, ranks_RN
+    columns = []
+    for some in pieces(np.arange(len(rows_R)), logits_LV):
+        place = slice(some[0], some[-1] + 1)
+        scores_RV = logits_LV.index_select(0, rows_R[place]).float()
+        temperature_R1: Tensor | None = None
+        if mode in ("processed_logprobs", "processed_logits"):
+            _process(scores_RV, specs_R[place], upload)
+            (temperature_R,) = upload([np.array([spec.params.temperature or 1.0 for spec in specs_R[place]])])
+            temperature_R1 = temperature_R[:, None]
+        is_normalized = mode in ("raw_logprobs", "processed_logprobs")
+        columns.append(_columns_of_piece(scores_RV, targets_R[place], num_top, temperature_R1, is_normalized))
+    tokens_RN, numbers_RN, ranks_RN = (torch.cat(column) for column in zip(*columns, strict=True))
+    return tokens_RN, numbers_RN, ranks_RN
 
 
-def _columns_of_piece(scores_RV: Tensor, targets_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+def _process(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
+    """Change scores in place to those from which a token is drawn, but for the temperature.
+
+    Forced tokens do not bar the others, so the log-probability of a forced token is that of drawing it. Waits on the
+    host for requests with `min_p`, `top_k` or `top_p`.
+    """
+    if any(spec.changes_scores for spec in specs):
+        _adjust_scores(scores_RV, [dataclasses.replace(spec, forced_token_id=None) for spec in specs], upload)
+    for scores_V, spec in zip(scores_RV, specs, strict=True):
+        params = spec.params
+        if params.temperature > 0 and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1):
+            kept_K, _ = kept_tokens(scores_V, params.temperature, params.min_p, params.top_k, params.top_p)
+            kept_scores_K = scores_V[kept_K]
+            scores_V.fill_(-math.inf)[kept_K] = kept_scores_K
+
+
+def _columns_of_piece(
+    scores_RV: Tensor, targets_R: Tensor, num_top: int, temperature_R1: Tensor | None, is_normalized: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     num_top = min(num_top, scores_RV.shape[1])
     tokens_RN = torch.cat([targets_R[:, None], tokens_of(order_keys(scores_RV).topk(num_top).values)], dim=1)
 
     # Add in float64, so that the float32 result does not depend on the order in which a device adds.
-    logprobs_RN = torch.log_softmax(scores_RV, dim=-1, dtype=torch.float64).gather(1, tokens_RN).float()
+    numbers_RV = scores_RV.double()
+    if is_normalized and temperature_R1 is not None:  # subtracting first avoids infinity at the smallest temperatures
+        numbers_RV -= numbers_RV.amax(dim=-1, keepdim=True)
+    if temperature_R1 is not None:
+        numbers_RV /= temperature_R1
+    if is_normalized:
+        numbers_RV = torch.log_softmax(numbers_RV, dim=-1)
+    numbers_RN = numbers_RV.gather(1, tokens_RN).float()
     scores_RN = scores_RV.gather(1, tokens_RN)
     target_ranks_R1 = 1 + (scores_RV > scores_RN[:, :1]).sum(dim=-1, keepdim=True)
     # Negated, the scores rise, and the rank of a token follows from the place of the first one with its score.
     rising_RH = -scores_RN[:, 1:]
     top_ranks_RH = 1 + torch.searchsorted(rising_RH, rising_RH)
-    return tokens_RN, logprobs_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)
+    return tokens_RN, numbers_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)

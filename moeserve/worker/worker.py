@@ -105,6 +105,7 @@ class Worker:
                 decode=config.experts.overlap_decode_tokens, prefill=config.experts.overlap_prefill_tokens
             ),
             rules=model.cache_needs.rules,
+            logprobs_mode=config.texts.logprobs_mode,
         )
         factory = select_step_runner(config, model, groups, context)
         rebalances = config.experts.rebalance == "auto" and bool(layers)

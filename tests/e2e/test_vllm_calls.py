@@ -135,7 +135,6 @@ def test_refused_methods_say_what_to_do(llm: LLM) -> None:
         "apply_model",
         "encode",
         "embed",
-        "score",
         "classify",
         "sleep",
         "wake_up",

@@ -47,6 +47,44 @@ def test_chat_completion(server: RunningServer) -> None:
     assert answer.model == MODEL
 
 
+def test_token_ids_of_answers(server: RunningServer) -> None:
+    """Prompts and outputs as token ids, whole and streamed, and token ids instead of texts in log-probabilities."""
+    ids: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    chat: dict[str, Any] = dict(GREEDY, messages=QUESTION, max_tokens=4, logprobs=True)
+    text: dict[str, Any] = dict(GREEDY, prompt=["London is", "Paris"], max_tokens=4, logprobs=1)
+    with server.http() as http:
+        output = expected_answer(server, max_tokens=4)
+        answer = http.post("/v1/chat/completions", json=chat | ids).json()
+        (choice,) = answer["choices"]
+        assert answer["prompt_token_ids"] == output.prompt_token_ids
+        assert choice["token_ids"] == output.outputs[0].token_ids
+        names = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert [at["token"] for at in choice["logprobs"]["content"]] == names
+        chunks = events_of(http.post("/v1/chat/completions", json=chat | ids | {"stream": True}).text)
+        assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [
+            output.prompt_token_ids
+        ]
+        assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == choice["token_ids"]
+
+        completion = http.post("/v1/completions", json=text | ids).json()
+        chunks = events_of(http.post("/v1/completions", json=text | ids | {"stream": True}).text)
+        for place, choice in enumerate(completion["choices"]):
+            output = expected(server, text["prompt"][place], max_tokens=4)
+            assert choice["prompt_token_ids"] == output.prompt_token_ids
+            assert choice["token_ids"] == output.outputs[0].token_ids
+            assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+            own = [part for chunk in chunks for part in chunk["choices"] if part["index"] == place]
+            assert [part["prompt_token_ids"] for part in own if "prompt_token_ids" in part] == [output.prompt_token_ids]
+            assert [token for part in own for token in part["token_ids"]] == choice["token_ids"]
+
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+            assert "token_id" not in http.post(path, json=body).text
+
+
+def events_of(stream: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+
+
 def test_streamed_chat_completions_of_many_tasks(server: RunningServer) -> None:
     output = expected_answer(server)
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from logprob_rows import unpacked
-from sampled_rows import RowSpec, sampled
+from sampled_rows import RowSpec, sampled, uploaded
 from torch import Tensor
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -25,6 +25,7 @@ from transformers.generation.logits_process import (
 )
 
 from moeserve.config.devices import DEVICES
+from moeserve.config.settings import LogprobsMode
 from moeserve.errors import EngineError
 from moeserve.ops.backend import REFERENCE
 from moeserve.ops.sampling import make
@@ -86,8 +87,12 @@ def sample(logits_LV: Tensor, specs: list[RowSpec]) -> list[SampledToken]:
     return sampled(logits_LV, specs, OPERATIONS[chosen_kernels])
 
 
-def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
-    tensors = sampler.prompt_logprobs(logits_RV, torch.tensor(targets), num_top, OPERATIONS[chosen_kernels])
+def prompt_logprobs(
+    logits_RV: Tensor, targets: list[int], num_top: int, mode: LogprobsMode = "raw_logprobs", temperature: float = 0.0
+) -> list[TokenLogprobs]:
+    params = RequestParams(prompt_logprobs=num_top, temperature=temperature)
+    operations = OPERATIONS[chosen_kernels]
+    tensors = sampler.prompt_logprobs(logits_RV, torch.tensor(targets), params, operations, uploaded, mode)
     rows = sampler.prompt_rows(tensors)
     if isinstance(rows, str):
         raise EngineError(rows)
@@ -353,6 +358,59 @@ def test_logprobs_are_log_softmax_of_raw_logits(
         whole = prompt_logprobs(logits_LV, targets, num_top)
         for found, row_V, target in zip(whole, logits_LV, targets, strict=True):
             check_logprobs(found, row_V, target, num_top)
+
+
+@given(rows_and_specs(), st.sampled_from([1, 100, 2**18]))
+@settings(max_examples=60)
+def test_processed_numbers_are_those_of_drawing(batch: tuple[Tensor, list[RowSpec]], piece_size: int) -> None:
+    """Greedy rows have no temperature. Numbers of float32 differ by a rounding at most."""
+    logits_LV, specs = batch
+    vocabulary = logits_LV.shape[1]
+    specs = [replace(each, params=msgspec.structs.replace(each.params, logprobs=vocabulary)) for each in specs]
+    expected = [reference_numbers(*each) for each in zip(logits_LV.tolist(), specs, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], sampling_piece=piece_size))
+        for place, mode in enumerate(("processed_logprobs", "processed_logits")):
+            results = sampled(logits_LV, specs, OPERATIONS[chosen_kernels], mode)
+            for result, numbers in zip(results, expected, strict=True):
+                assert result.logprobs is not None
+                found = dict(zip(result.logprobs.token_ids, result.logprobs.logprobs, strict=True))
+                assert [found[token] for token in range(vocabulary)] == pytest.approx(
+                    numbers[place], rel=1e-6, abs=1e-6
+                )
+
+
+def reference_numbers(logits: list[float], spec: RowSpec) -> tuple[list[float], list[float]]:
+    """Return the log-probabilities with which tokens are drawn, and the scores of which these are made."""
+    scores, params = reference_scores(logits, spec), spec.params
+    if params.temperature == 0:
+        log_total = max(scores) + math.log(math.fsum(math.exp(score - max(scores)) for score in scores))
+        return [score - log_total for score in scores], scores
+    assume(params.temperature > 1e-200)  # otherwise the reference drops tokens whose weights are zero
+    kept = dict(reference_kept(scores, params))
+    logprobs = [math.log(kept[token]) if token in kept else -math.inf for token in range(len(scores))]
+    return logprobs, [score / params.temperature if token in kept else -math.inf for token, score in enumerate(scores)]
+
+
+def test_prompts_have_the_temperature_alone() -> None:
+    logits_LV, targets = random_logits(5, 40), [0, 39, 5, 5, 7]
+    for temperature, divisor in ((0.0, 1.0), (0.5, 0.5)):
+        found = prompt_logprobs(logits_LV, targets, 3, "processed_logprobs", temperature)
+        expected = (logits_LV.double() / divisor).log_softmax(dim=1)[range(5), targets]
+        assert [each.logprobs[0] for each in found] == pytest.approx(expected.tolist(), abs=1e-6)
+    raw = [each.logprobs[0] for each in prompt_logprobs(logits_LV, targets, 0, "raw_logits", 0.5)]
+    assert raw == logits_LV[range(5), targets].tolist()
+
+
+def test_a_forced_token_has_the_number_of_drawing_it() -> None:
+    logits_LV = random_logits(1, 40)
+    forced = replace(spec(logprobs=0, forced_token_ids=(7,), temperature=0.5), forced_token_id=7)
+    (result,) = sampled(logits_LV, [forced], OPERATIONS[chosen_kernels], "processed_logprobs")
+    assert result.token_id == 7
+    assert result.logprobs is not None
+    assert result.logprobs.logprobs[0] == pytest.approx(
+        (logits_LV[0].double() / 0.5).log_softmax(dim=0)[7].item(), abs=1e-6
+    )
 
 
 # ---- The same bytes in any batch.

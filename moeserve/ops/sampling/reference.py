@@ -17,7 +17,7 @@ from torch import Tensor
 from moeserve.config.devices import DEVICES
 from moeserve.step_inputs import SAMPLING_SETTINGS
 
-# W fields of SAMPLING_SETTINGS
+# W fields of SAMPLING_SETTINGS, K kept tokens
 
 Array = npt.NDArray[Any]
 # Draw a token from each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].
@@ -81,23 +81,31 @@ def draw(scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
 
 
 def _draw(scores_V: Tensor, settings: Any, number: float) -> int:
-    """Return the kept token whose share of the cumulative probability contains `number` in [0, 1).
+    """Return the kept token whose share of the cumulative probability contains `number` in [0, 1)."""
+    names = ("temperature", "min_p", "top_k", "top_p")
+    kept_K, cumulative_K = kept_tokens(scores_V, *(settings[name].item() for name in names))
+    # This always finds a token, because the product rounds to less than the last number.
+    return int(kept_K[np.searchsorted(cumulative_K, number * cumulative_K[-1], side="right")])
+
+
+def kept_tokens(
+    scores_V: Tensor, temperature: float, min_p: float, top_k: int, top_p: float
+) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    """Return the tokens from which one is drawn, the most likely first, and their cumulative probabilities [K].
 
     The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
     """
     order_V = tokens_of(order_keys(scores_V[None])[0].sort(descending=True).values)
     # Subtracting the highest before dividing avoids infinity / infinity at the smallest temperatures.
-    shifted_V = (scores_V - scores_V.max()).double() / float(settings["temperature"])
+    shifted_V = (scores_V - scores_V.max()).double() / temperature
     probabilities_V = torch.softmax(shifted_V, dim=-1)[order_V].cpu().numpy()
-    num_kept = int(np.count_nonzero(probabilities_V >= float(settings["min_p"]) * probabilities_V[0]))
-    if settings["top_k"] > 0:
-        num_kept = min(num_kept, int(settings["top_k"]))
+    num_kept = int(np.count_nonzero(probabilities_V >= min_p * probabilities_V[0]))
+    if top_k > 0:
+        num_kept = min(num_kept, top_k)
     cumulative_V = np.cumsum(probabilities_V[:num_kept])
-    last = num_kept - 1
-    if settings["top_p"] < 1.0:  # the token that reaches the bound is the last
-        last = int(np.searchsorted(cumulative_V, float(settings["top_p"]) * cumulative_V[-1]))
-    # This always finds a token, because the product rounds to less than the last number.
-    return int(order_V[np.searchsorted(cumulative_V, number * cumulative_V[last], side="right")])
+    if top_p < 1.0:  # the token that reaches the bound is the last
+        num_kept = int(np.searchsorted(cumulative_V, top_p * cumulative_V[-1])) + 1
+    return order_V[:num_kept], cumulative_V[:num_kept]
 
 
 def order_keys(scores_RV: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from moeserve.server.schema import (
     SamplingFields,
     StreamOptions,
     Usage,
+    finite,
     usage,
 )
 from moeserve.server.service import Service
@@ -165,6 +166,7 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -174,6 +176,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
 
 
 async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
@@ -299,7 +302,8 @@ class _Answer:
         self._service, self._body = service, body
         self._head = {"id": f"chatcmpl-{client.request_id}", "created": int(time.time()), "model": model}
         self._deltas = turn_deltas(service, client, conversation, params, body.cache_salt)
-        self._num_prompt = self._num_cached = self._num_output = 0
+        self._prompt_token_ids: list[int] = []
+        self._num_cached = self._num_output = 0
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         choices: dict[int, dict[str, Any]] = {}
@@ -313,12 +317,15 @@ class _Answer:
                 if logprobs is not None:
                     choice["logprobs"] = choice["logprobs"] or {"content": []}
                     choice["logprobs"]["content"] += logprobs["content"]
+                if "token_ids" in finish:
+                    finish["token_ids"] = choice.get("token_ids", []) + finish["token_ids"]
                 choice |= finish
         for choice in choices.values():
             if choice["message"]["content"] is None and not choice["message"].keys() & {"tool_calls", "function_call"}:
                 choice["message"]["content"] = ""
         ordered = [choices[index] for index in sorted(choices)]
-        yield encode_json({**self._head, "object": "chat.completion", "choices": ordered, "usage": self._usage()})
+        head = {**self._head, "object": "chat.completion", "choices": ordered, "usage": self._usage()}
+        yield encode_json(head | self._prompt())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         options = self._body.stream_options or StreamOptions()
@@ -326,29 +333,32 @@ class _Answer:
         begun: set[int] = set()
         async with contextlib.aclosing(self._pieces()) as pieces:
             async for index, delta, finish, logprobs in pieces:
+                prompt = {} if begun else self._prompt()
                 if index not in begun:
                     begun.add(index)
                     delta = {"role": "assistant", "content": ""} | delta
-                elif not delta and finish["finish_reason"] is None and logprobs is None:
+                elif not delta and finish["finish_reason"] is None and logprobs is None and "token_ids" not in finish:
                     continue
                 so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
                 choice = {"index": index, "delta": delta, "logprobs": logprobs, **finish}
-                yield event({**head, "choices": [choice]} | so_far)
+                yield event({**head, "choices": [choice]} | so_far | prompt)
         if options.include_usage:
             yield event({**head, "choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | None], None]:
-        """Yield new parts of choices: the index, a part of the message, finish reasons, and log-probabilities."""
+        """Yield new parts of choices: the index, a part of the message, other fields, and log-probabilities."""
         async with contextlib.aclosing(self._deltas):
             async for delta in self._deltas:
-                self._num_prompt, self._num_cached = delta.num_prompt, delta.num_cached
+                self._prompt_token_ids, self._num_cached = delta.prompt_token_ids, delta.num_cached
                 self._num_output += len(delta.output.token_ids)
                 part, reason = _message_part(delta), delta.finish_reason
                 if self._body.has_functions:
                     part = _with_function_call(part)
                     reason = "function_call" if reason == "tool_calls" else reason
-                finish = {"finish_reason": reason, "stop_reason": delta.output.stop_reason}
+                finish: dict[str, Any] = {"finish_reason": reason, "stop_reason": delta.output.stop_reason}
+                if self._body.return_token_ids:
+                    finish["token_ids"] = delta.output.token_ids
                 yield delta.output.index, part, finish, self._logprobs(delta.output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
@@ -366,13 +376,18 @@ class _Answer:
     def _token_logprob(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         """Return one token with its log-probability and its bytes, which may be a part of a character."""
         codec = self._service.llm.codec
-        token = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
+        is_text = logprob.decoded_token is not None and not self._body.return_tokens_as_token_ids
+        token = logprob.decoded_token if is_text else f"token_id:{token_id}"
         content = None if codec is None else list(codec.token_bytes(token_id))
-        return {"token": token, "logprob": logprob.logprob, "bytes": content}
+        return {"token": token, "logprob": finite(logprob.logprob), "bytes": content}
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt_token_ids} if self._body.return_token_ids else {}
 
     def _usage(self) -> dict[str, Any]:
-        num_written = self._service.num_written(self._num_prompt, self._num_cached)
-        return usage(self._num_prompt, self._num_cached, num_written, self._num_output)
+        num_prompt = len(self._prompt_token_ids)
+        num_written = self._service.num_written(num_prompt, self._num_cached)
+        return usage(num_prompt, self._num_cached, num_written, self._num_output)
 
 
 def _message_part(delta: TurnDelta) -> dict[str, Any]:

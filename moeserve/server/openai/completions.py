@@ -25,6 +25,7 @@ from moeserve.server.schema import (
     StreamOptions,
     TokenId,
     Usage,
+    finite,
     usage,
 )
 from moeserve.server.service import Service
@@ -59,6 +60,8 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -124,6 +127,8 @@ class _Answer:
                 if choice is not piece:
                     choice["text"] += piece["text"]
                     choice |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
+                    if "token_ids" in piece:
+                        choice["token_ids"] += piece["token_ids"]
                     if piece["logprobs"] is not None:
                         for name, values in piece["logprobs"].items():
                             choice["logprobs"][name] += values
@@ -187,9 +192,18 @@ class _Answer:
         }
         if is_first and self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             piece["prompt_logprobs"] = [
-                None if position is None else {str(token_id): each for token_id, each in position.items()}
+                None
+                if position is None
+                else {
+                    str(token_id): {**vars(each), "logprob": finite(each.logprob)}
+                    for token_id, each in position.items()
+                }
                 for position in output.prompt_logprobs
             ]
+        if self._body.return_token_ids:
+            piece["token_ids"] = list(token_ids)
+            if is_first:
+                piece["prompt_token_ids"] = output.prompt_token_ids
         return piece
 
     def _echo(self, prompt: str | list[int], output: RequestOutput) -> str:
@@ -203,14 +217,18 @@ class _Answer:
         tokens, chosen, most_likely = [], [], []
         for _, token_id, position in positions:
             tokens.append(self._token(token_id, None if position is None else position[token_id]))
-            chosen.append(None if position is None else position[token_id].logprob)
+            chosen.append(None if position is None else finite(position[token_id].logprob))
             most_likely.append(
-                None if position is None else {self._token(other, at): at.logprob for other, at in position.items()}
+                None
+                if position is None
+                else {self._token(other, at): finite(at.logprob) for other, at in position.items()}
             )
         offsets = [offset for offset, _, _ in positions]
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": most_likely, "text_offset": offsets}
 
     def _token(self, token_id: int, logprob: Logprob | None) -> str:
+        if self._body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
         codec = self._service.llm.codec
