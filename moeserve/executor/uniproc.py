@@ -44,6 +44,8 @@ class UniprocExecutor:
         except BaseException:
             self.shutdown()
             raise
+        finally:
+            del loaded  # its exception refers to this frame through the traceback
         self.loaded = [self.worker.facts]
         self._transfers = self.worker.start_transfers(self._results.add_transfer)
 
