@@ -162,8 +162,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 def machines(rows: Iterable[Row]) -> list[str]:
-    """Return one line for each machine, day and commit of the rows."""
-    facts = []
+    """Return a line for each set of versions: the versions, and the day, machine and commit of each run with them."""
+    runs: dict[str, dict[str, None]] = {}
     for row in rows:
         machine = row["environment"]
         versions = [f"{name} {version}" for name, version in machine["versions"].items() if version]
@@ -172,11 +172,9 @@ def machines(rows: Iterable[Row]) -> list[str]:
         cpu = f"{machine['cpu']} ({isa_of(row)})"
         if machine.get("cpu_family"):
             cpu = f"{machine['cpu']} (family {machine['cpu_family']}, model {machine['cpu_model']}, {isa_of(row)})"
-        facts.append(
-            f"{machine['date'][:10]}, {cpu}, {machine['threads']} threads, {commit}: "
-            f"{', '.join(dict.fromkeys([*versions, *peers]))}."
-        )
-    return ["\n".join(dict.fromkeys(facts))]
+        run = f"{machine['date'][:10]}, {cpu}, {machine['threads']} threads, {commit}"
+        runs.setdefault(", ".join(dict.fromkeys([*versions, *peers])), {})[run] = None
+    return ["\n".join(f"{versions}: {'; '.join(of_versions)}." for versions, of_versions in runs.items())]
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

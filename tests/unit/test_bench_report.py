@@ -93,7 +93,7 @@ def test_tables_are_replaced_and_the_last_row_counts(checkout: Path, capsys: pyt
         *QUANTISED_AND_8,
         ["some-model", "avx2", "decode, batch 1", "90.0 (90%)", "", "60.0 (60%)", "1.50 vllm (1.15)", "0.97"],
     ]
-    fact = "2026-01-02, A CPU (avx2), 2 threads, commit 0123abc: moeserve 0.1.0, torch 2.13, vllm 1.0.\n"
+    fact = "moeserve 0.1.0, torch 2.13, vllm 1.0: 2026-01-02, A CPU (avx2), 2 threads, commit 0123abc.\n"
     assert fact in text
     assert capsys.readouterr().out == f"{document}\n"  # no chart without prompts
     assert cli.main(arguments) == 0
@@ -167,7 +167,7 @@ def test_recorded_rows_are_printed(checkout: Path, capsys: pytest.CaptureFixture
     save(checkout / "results" / "waits.jsonl", [row | {"environment": MACHINE}])
     assert cli.main(["bench", "report", "waits", "--results", str(checkout / "results")]) == 0
     assert capsys.readouterr().out.startswith(
-        "| model | waits p99 | none |\n| :-- | --: | --: |\n| m | 0.123 |  |\n\n2026"
+        "| model | waits p99 | none |\n| :-- | --: | --: |\n| m | 0.123 |  |\n\nmoeserve"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from logprob_rows import packed, unpacked
 
 from moeserve.errors import RequestError
+from moeserve.kv.manager import CacheManager
 from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.admission import MAX_PASSED
@@ -228,8 +229,8 @@ def test_a_long_queue_is_not_searched_for_requests_that_fit(monkeypatch: pytest.
     for number in range(10 * MAX_PASSED):
         scheduler.add(request(f"long {number}", 20, max_tokens=1))
     looked_at = []
-    prefix_of = scheduler._caches.find
-    monkeypatch.setattr(scheduler._caches, "find", lambda each: looked_at.append(each) or prefix_of(each))
+    prefix_of = CacheManager.find
+    monkeypatch.setattr(CacheManager, "find", lambda self, each: looked_at.append(each) or prefix_of(self, each))
     step(scheduler)
     assert len(looked_at) == MAX_PASSED
 
