@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moeserve.machine import shown_bytes
+from moeserve.ops.native import native_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ class PackedWeightCache:
         except (OSError, MemoryError, RuntimeError) as error:  # the last two: the address space is limited
             logger.warning("%s cannot be read (%s); the weights are packed again", path, error)
             return None
+        if (kernels := native_kernels()) is not None:
+            for tensor in tensors.values():
+                kernels.advise_large_pages(tensor)  # parts that the kernel has not cached are read in large pages
         with contextlib.suppress(OSError):  # the folder may be read-only for this process
             os.utime(path)
         return tensors
