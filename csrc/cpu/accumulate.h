@@ -14,7 +14,7 @@
 namespace moeserve {
 
 constexpr int kBlockInputs = 256;         // inputs of a panel that fit in the L1 cache while tiles use them
-constexpr int64_t kPrefetchBytes = 2048;  // prefetch distance where panels are read only once
+constexpr int64_t kPrefetchBytes = 4096;  // prefetch distance where panels are read only once
 
 // The rows and panels of one item.
 struct ProductWork {

@@ -78,7 +78,7 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
   for (int64_t index = 0; index < block.num_groups; ++index) {
     Int totals[kRows][kVectors] = {};
     for (int byte = 0; prefetch.is_fast && byte < kLayout.codes_at(groups); byte += 64, next += 64) {
-      __builtin_prefetch(next);
+      prefetch_to_l2(next);
     }
     const char* scales = words + kLayout.scales_at(groups);
     for (int group = 0; group < groups; ++group) {
@@ -100,7 +100,7 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
           }
           MOESERVE_UNROLL
           for (int step = part; step < part + Products::kSumSteps; ++step) {
-            if (next < prefetch.end) __builtin_prefetch(next);
+            if (next < prefetch.end) prefetch_to_l2(next);
             next += 64;
             MOESERVE_UNROLL
             for (int v = 0; v < kVectors; ++v) {
@@ -118,7 +118,7 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
           }
         }
       }
-      for (int line = 0; prefetch.is_fast && line < 2 * kLayout.high_bits; ++line, next += 64) __builtin_prefetch(next);
+      for (int line = 0; prefetch.is_fast && line < 2 * kLayout.high_bits; ++line, next += 64) prefetch_to_l2(next);
       row += kInputGroup;
       quarters += 4 * sizeof(int16_t);
     }

@@ -32,6 +32,10 @@ struct Block {
   bool is_first;  // overwrite the sums instead of adding to them
 };
 
+// Prefetch to the L2 cache. More lines can be on their way there than to the L1 cache, so that a core reads a stream of
+// memory up to a seventh faster while it computes.
+MOESERVE_INLINE void prefetch_to_l2(const char* line) { __builtin_prefetch(line, 0, 2); }
+
 // Memory to prefetch meanwhile, some cache lines in each step: as many as the step reads if all rows and outputs are
 // computed at once, otherwise one.
 struct Prefetch {
@@ -293,8 +297,8 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
     const int64_t num_steps = kGroupSteps > 0 ? kGroupSteps : block.group_steps;
     for (int64_t step = 0; step < num_steps; ++step) {
       if (next < prefetch.end) {
-        __builtin_prefetch(next);
-        if (kStepBytes > 64) __builtin_prefetch(next + second_line);
+        prefetch_to_l2(next);
+        if (kStepBytes > 64) prefetch_to_l2(next + second_line);
         next += 64 + second_line;
       }
       add_part<Products, 0>(words, kFirst, row, rows.stride, lanes);
@@ -306,7 +310,7 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
       row += Products::kRowBytes;
     }
     for (; prefetch.is_fast && words < group_words + Products::kGroupBytes; words += 64, next += 64) {
-      __builtin_prefetch(next);  // the scales
+      prefetch_to_l2(next);  // the scales
     }
     MOESERVE_UNROLL
     for (int v = 0; v < kVectors; ++v) {
