@@ -133,7 +133,7 @@ bool pack_stored(const std::string& format, const Tensor& codes, const Tensor& p
   const int64_t bytes = packed_bytes(format, codes.size(0), num_inputs, num_parts, chunk_inputs);
   check_array("panels", panels, {bytes}, ElementType::kUInt8, "uint8");
   const int64_t unit = panel_unit(known, chunks.chunk_inputs).inputs;
-  if (!traits.is_stored() || first_input < 0 || first_input % unit != 0 ||
+  if (!traits.is_stored() || num_inputs % unit != 0 || first_input < 0 || first_input % unit != 0 ||
       codes.size(1) != stored_row_bytes(known, first_input + num_inputs)) {
     refuse("codes of shape " + shape_text(codes) + " from input " + std::to_string(first_input) + " on are not " +
            std::to_string(num_inputs) + " inputs in " + format);

@@ -26,6 +26,7 @@ struct ProductWork {
   int64_t next_item;  // bytes from a panel to the panel of the next item
   int num_rows;
   int64_t num_inputs;
+  bool is_first = true;  // overwrite the sums instead of adding to them
 };
 
 // Computes sums [num_rows, kTileOutputs].
@@ -88,7 +89,8 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
       const int64_t count = std::min<int64_t>(kBlockInputs, work.num_inputs - first);
       const int64_t num_groups = is_quantized(format) ? count / unit.inputs : 1;
       const int64_t begin = bytes_of(first);
-      const Block block{panel + begin, num_groups, count / num_groups / Products::kStepInputs, first == 0};
+      const Block block{panel + begin, num_groups, count / num_groups / Products::kStepInputs,
+                        work.is_first && first == 0};
       const char* next = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
       Prefetch prefetch{next, next + bytes_of(count), is_at_once};
       const char* input = work.input + first / Products::kStepInputs * Products::kRowBytes;
@@ -117,7 +119,7 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
       accumulate<Float32Products<W>>(work, sums);
     } else if constexpr (kFormat == WeightFormat::kBFloat16) {
       accumulate<BFloat16Products>(work, sums);
-    } else {
+    } else if constexpr (is_quantized(kFormat)) {
       accumulate<Tile<W, kFormat>>(work, sums);
     }
   }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "accumulate.h"
+#include "accumulate_float8.h"
 #include "isa.h"
 #include "parallel.h"
 #include "quantized_rows.h"
@@ -347,7 +348,8 @@ void packed_product(const PackedProduct& product, const std::vector<RowGroup>& g
     num_weights += group.num_rows > 0 ? product.num_outputs * product.num_inputs : 0;
   }
   const auto run = choose_run_item(isa);
-  const auto accumulate_rows = choose_accumulate(isa);
+  const bool is_float8 = product.format == WeightFormat::kFp8;
+  const auto accumulate_rows = is_float8 ? choose_accumulate_float8(isa) : choose_accumulate(isa);
   const auto work = [&](int64_t i) {
     const Item& item = items[i];
     run(product, prepared, prepared.groups[item.group], item, accumulate_rows);

@@ -27,6 +27,10 @@
 // The codes of a group are [8][16][4] bytes as of int4 with their low 4 bits, then the bits above, if any, of 8 (q5_k,
 // q5_0) or 4 (q6_k) consecutive steps in a byte: [bits][32][4] bytes.
 //
+//   fp8        for every 128 inputs: [32] float32 scales of the outputs, and [32][8][2][4][2] bytes of E4M3 codes: for
+//              every 4 inputs and every 4 outputs, the first two inputs of each output, then the other two:
+//              weight = value of the code * scale, rounded to bfloat16. kFloat8MarkAt marks equal scales
+//
 // N and K are padded with zeros to whole panels and groups of inputs.
 //
 // The inputs may be divided into chunks of one size, of which the last may be smaller. Each chunk of a panel is packed
@@ -87,17 +91,18 @@ struct StoredRows {
   const char* scales;   // [count, units of inputs] in the type that `kFormats` lists, or null
 };
 
-enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4, kMxfp4, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIQ4_XS, kQ5_0 };
+enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4, kMxfp4, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIQ4_XS, kQ5_0, kFp8 };
 
 // The rows that are multiplied with weights: as they are, in the type of the weights, or quantised to 8 bits.
 enum class RowForm { kFloat32, kBFloat16, kQuantized };
 
-// Packs stored rows into whole panels. Returns false if a scale is not finite. Units of the panels must begin at
-// multiples of their size in the stored rows.
+// Packs stored rows into whole panels. Returns false if a scale or a code is not finite. Units of the panels must begin
+// at multiples of their size in the stored rows.
 using PackStored = bool (*)(WeightFormat format, const StoredRows& rows, const InputChunks& chunks, char* panels);
 
 bool pack_mxfp4(WeightFormat format, const StoredRows& rows, const InputChunks& chunks, char* panels);
 bool pack_gguf(WeightFormat format, const StoredRows& rows, const InputChunks& chunks, char* panels);
+bool pack_float8(WeightFormat format, const StoredRows& rows, const InputChunks& chunks, char* panels);
 
 struct FormatTraits {
   const char* name;
@@ -128,6 +133,7 @@ constexpr FormatTraits kFormats[] = {
     {"q6_k", RowForm::kQuantized, 256, 0, 0, 0, {2, 16, false}, {256, 210, 0, 128, 192, 208}, pack_gguf},
     {"iq4_xs", RowForm::kQuantized, 256, 0, 0, 0, {0, 32, false}, {256, 136, 8, 0, 2, 0}, pack_gguf},
     {"q5_0", RowForm::kQuantized, 32, 0, 0, 0, {1, 32, false}, {32, 22, 6, 2, 0, 0}, pack_gguf},
+    {"fp8", RowForm::kBFloat16, 128, kPanel, 4 * kPanel, 0, {}, {1, 1}, pack_float8, ElementType::kFloat32},
 };
 constexpr int kNumFormats = sizeof(kFormats) / sizeof(kFormats[0]);
 
@@ -173,6 +179,8 @@ constexpr float kInt4ZeroStep = 0.125f;
 constexpr float kInt4HighestCode = 15;
 
 constexpr int kMxfp4GroupBytes = kInt4ScalesAt + kPanel;
+
+constexpr int kFloat8CodesAt = 4 * kPanel;
 
 constexpr int kQ8ScalesAt = kInputGroup * kPanel;
 constexpr int kQ8GroupBytes = kQ8ScalesAt + kPanel * 2;

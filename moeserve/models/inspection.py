@@ -17,7 +17,7 @@ from moeserve.errors import CheckpointError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.checkpoint.names import translated
-from moeserve.models.checkpoint.shards import open_checkpoint, read_headers
+from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, read_headers
 from moeserve.models.checkpoint.weight_format import MXFP4_OF_COMPRESSED_TENSORS, WeightFormat
 from moeserve.models.registry import Description, describe, folder_of
 from moeserve.models.summary import Part, quantised_bytes, summarize
@@ -98,7 +98,7 @@ def inspect(
     stored, problem = _stored(folder_of(folder), description.weight_format)
     dtype = dtype or description.dtype
     checkpoint = None
-    if stored is not None and description.weight_format.is_gguf:
+    if stored is not None and description.keeps_stored(dtype):
         checkpoint = open_checkpoint(folder_of(folder), description.weight_format)
         checkpoint = translated(checkpoint, description.family, description.model.num_decoder_layers)
     summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype, checkpoint=checkpoint)
@@ -129,7 +129,7 @@ def inspect(
         stored=stored,
         stored_problem=problem,
         free_bytes=free_memory(),
-        stages=_stages(description, dtype, kv_cache_dtype, stage_layers) if num_stages > 1 else (),
+        stages=_stages(description, dtype, kv_cache_dtype, stage_layers, checkpoint) if num_stages > 1 else (),
     )
 
 
@@ -179,14 +179,18 @@ def as_text(found: Inspection) -> str:
 
 
 def _stages(
-    description: Description, dtype: DtypeName, kv_cache_dtype: CacheDtypeName, stage_layers: Sequence[int]
+    description: Description,
+    dtype: DtypeName,
+    kv_cache_dtype: CacheDtypeName,
+    stage_layers: Sequence[int],
+    checkpoint: Checkpoint | None,
 ) -> tuple[StageSize, ...]:
     mesh = Mesh(tp=1, dp=1, pp=len(stage_layers))
     ends = itertools.accumulate(stage_layers, initial=0)
     sizes = []
     for rank, (first, end) in enumerate(itertools.pairwise(ends)):
         groups, stage = unconnected(mesh, rank), range(first, end)
-        summary = summarize(description, dtype, groups, stage=stage, kv_cache_dtype=kv_cache_dtype)
+        summary = summarize(description, dtype, groups, None, stage, kv_cache_dtype, checkpoint)
         sizes.append(
             StageSize(
                 num_layers=end - first,
@@ -239,10 +243,10 @@ def _encoding_text(words: str, parts: Sequence[Part]) -> str:
     keeps = ", or kept with quantization='int4'" if "int4" in words else ""
     if words == "GGUF" and (kept := dict.fromkeys(part.dtype for part in parts if part.is_stored)):
         return f"{words}, {' and '.join(kept)} kept as stored, others dequantised when loaded"
-    if any(words.endswith(part.dtype) for part in parts):
-        return f"{words}, kept in memory"
     if words in ("GGUF", MXFP4_OF_COMPRESSED_TENSORS) and any(part.dtype == "mxfp4" for part in parts):
         return f"{words}, experts kept in mxfp4, others dequantised when loaded"
+    if any(part.dtype in words.split() for part in parts):
+        return f"{words}, kept in memory"
     return f"{words}, dequantised when loaded{keeps}"
 
 

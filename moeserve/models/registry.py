@@ -66,7 +66,8 @@ class Description:
 
     def keeps_stored(self, dtype: DtypeName, quantization: QuantizationName | None = None) -> bool:
         """Return True if weights keep the codes of the checkpoint where there are kernels for them."""
-        return dtype == "bfloat16" and self.weight_format.is_gguf and quantization in (None, "mxfp4")
+        is_encoded = self.weight_format.stored_as is not None
+        return dtype == "bfloat16" and is_encoded and quantization in (None, "mxfp4")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def summarize(
         groups: the groups of the rank; None: the whole model.
         placements: the placement of each sparse layer; None: each expert once, in order.
         stage: indices of the rank's layers; None: all layers.
-        checkpoint: the tensors of a GGUF file, of which some stay as they are stored; None: all are dequantised.
+        checkpoint: the tensors, of which some may stay as they are stored; None: all are dequantised.
 
     Raises:
         SettingsError: `kv_cache_dtype` does not support this model.

@@ -38,7 +38,7 @@ MOESERVE_TARGET_AVX512_BF16 void call_with_rows(int num_rows, const Run& run) {
 MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const ProductWork& work, float* sums) {
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
-  const DotBlock block{{work.panels[0], work.panels[1]}, work.num_inputs, true};
+  const DotBlock block{{work.panels[0], work.panels[1]}, work.num_inputs, work.is_first};
   const DotPrefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
   call_with_rows(work.num_rows, [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
     dot_tile<decltype(rows)::value, kAhead>(input, stride, block, next, sums);
@@ -68,7 +68,7 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const ProductWork& work, float* s
   const int64_t step = inputs_of_block(num_tiles);
   for (int64_t first = 0; first < work.num_inputs; first += step) {
     const int64_t last = std::min(first + step, work.num_inputs);
-    DotBlock block{{}, last - first, first == 0};
+    DotBlock block{{}, last - first, work.is_first && first == 0};
     DotPrefetch next{};
     for (int p = 0; p < 2; ++p) {
       block.panels[p] = work.panels[p] + first * kPanel * 2;
@@ -108,6 +108,7 @@ void accumulate_amx(const ProductWork& work, float* sums) {
     count = first < num_whole ? std::min(step, num_whole - first) : work.num_inputs - num_whole;
     const int64_t begin = first * input_bytes;
     const char* const panels[2] = {work.panels[0] + begin, work.panels[1] + begin};
+    const bool is_first = work.is_first && first == 0;
     const int64_t skip = begin + ahead < num_bytes ? begin + ahead : work.next_item + begin + ahead - num_bytes;
     for (int t = 0, row = 0; t < num_tiles; ++t) {
       const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
@@ -121,7 +122,7 @@ void accumulate_amx(const ProductWork& work, float* sums) {
       // it.
       const AmxPrefetch prefetch{
           {work.panels[0] + skip, work.panels[1] + skip}, kAmxLines * t / num_tiles, kAmxLines * (t + 1) / num_tiles};
-      amx_tile(input + row * stride + first, stride, panels, count, first == 0, prefetch, sums + row * kTileOutputs);
+      amx_tile(input + row * stride + first, stride, panels, count, is_first, prefetch, sums + row * kTileOutputs);
       row += rows;
     }
   }

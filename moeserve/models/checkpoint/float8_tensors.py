@@ -13,10 +13,12 @@ from torch import Tensor
 
 from moeserve.models.checkpoint.float4_tensors import E8M0_DTYPES, e8m0_values
 from moeserve.models.checkpoint.tensors import PLAIN_DTYPES, ReadRows, StoredTensor
+from moeserve.ops.products.interface import PackedFormat, StoredCodes
 
 # O rows, I columns, B blocks in a row, G blocks in a column
 
 
+PACKED_INPUTS = 128  # inputs that share a scale in packed weights
 FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN for each sign
 
 
@@ -126,14 +128,51 @@ class ScaledTensor:
 
     def read_blocks(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return codes [..., O, I] uint8 of some slices, and scales [..., G, B] float32 of their blocks."""
-        assert self.scale_dims is not None
-        first = self.block[0]
         codes = read_rows(self.weight, start, stop).view(torch.uint8)
         if self.dtype != "I8" and int((codes & FP8_NAN).amax()) == FP8_NAN:
             raise self.weight.wrong("holds NaN; fetch it again")
+        return codes, self._read_scales(read_rows, start, stop)
+
+    @property
+    def type_name(self) -> str:
+        return "int8" if self.dtype == "I8" else "fp8"
+
+    @property
+    def stored_name(self) -> str:
+        return self.weight.name
+
+    @property
+    def packed_format(self) -> PackedFormat | None:
+        """The format of packed weights with the same codes and scales; None also for a tensor that `check` refuses."""
+        is_fp8 = self.dtype == self.weight.dtype == "F8_E4M3"
+        return "fp8" if is_fp8 and self.scale_dims is not None else None
+
+    @property
+    def block_inputs(self) -> int:
+        """Number of inputs that share a scale, a divisor of PACKED_INPUTS."""
+        width = self.block[-1]
+        return PACKED_INPUTS if width == self.shape[-1] else math.gcd(width, PACKED_INPUTS)
+
+    def read_codes(self, read_rows: ReadRows, part: tuple[slice, ...], inputs: slice, unit: int) -> StoredCodes:
+        first, others = part[0], (slice(None), *part[1:])
+        codes = read_rows(self.weight, first.start, first.stop).view(torch.uint8)[others][..., inputs]
+        scales = self._read_scales(read_rows, first.start, first.stop)
+        places = [torch.arange(first.start, first.stop) // self.block[0] - first.start // self.block[0]]
+        full = [slice(0, size) for size in self.shape[1:-1]]
+        for cut, size in zip([*part[1:], *full[len(part) - 1 :]], self.block[1:-1], strict=True):
+            places.append(torch.arange(cut.start, cut.stop) // size)
+        places.append(torch.arange(inputs.start, inputs.stop, unit) // self.block[-1])
+        for dim, index in enumerate(places):
+            scales = scales.index_select(dim, index)
+        return StoredCodes(codes.reshape(-1, codes.shape[-1]), scales.flatten(0, -2).contiguous())
+
+    def _read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
+        """Return the scales [..., G, B] float32 of the blocks of some slices."""
+        assert self.scale_dims is not None
+        first = self.block[0]
         scales = read_rows(self.scale, start // first, -(-stop // first))
         scales = e8m0_values(self.scale, scales) if self.scale.dtype in E8M0_DTYPES else scales.float()
-        return codes, scales.reshape(-1, *self.scale_dims[1:])
+        return scales.reshape(-1, *self.scale_dims[1:])
 
 
 def _scaled(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:

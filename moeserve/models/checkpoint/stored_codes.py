@@ -87,7 +87,7 @@ def fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows) -> N
     """Pack the part of a tensor that belongs to a destination.
 
     Raises:
-        CheckpointError: a scale is not finite.
+        CheckpointError: a scale is not finite, or a code is NaN.
     """
     assert isinstance(tensor, CodedTensor)
     assert place.owner is not None
@@ -95,7 +95,7 @@ def fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows) -> N
     unit = _unit_of(tensor, place.owner)
     if not place.owner.fill_stored(place.first_row, tensor.read_codes(read_rows, part, _inputs_of(place), unit)):
         raise CheckpointError(
-            f"{tensor.shard}: tensor {tensor.stored_name!r} holds a scale that is not finite; fetch it again"
+            f"{tensor.shard}: tensor {tensor.stored_name!r} holds NaN or a scale that is not finite; fetch it again"
         )
 
 
