@@ -1,7 +1,7 @@
 // Sums of products with weights in FP8, which have the bits of sums with the dequantised weights in bfloat16.
 //
-// Few rows are multiplied in tiles, each with weights that are decoded in registers. For more rows, both panels are
-// decoded block by block in the L1 cache, and multiplied by the functions for bfloat16.
+// Few rows are multiplied with weights that are decoded in registers. For more rows, both panels are decoded block by
+// block in the L1 cache, and multiplied by the functions for bfloat16.
 
 #pragma once
 
@@ -13,8 +13,7 @@
 
 namespace moeserve {
 
-constexpr int kFewFloat8Rows = 8;
-constexpr int kFloat8TileRows = 4;
+constexpr int kFewFloat8Rows = 4;
 
 // Return the function of an instruction set.
 Accumulate choose_accumulate_float8(Isa isa);
@@ -93,10 +92,10 @@ MOESERVE_INLINE void multiply_unit(const UnitRows<Products, kRows>& rows, const 
 }
 
 // Multiply up to kRows rows with both panels of an item.
-template <typename Products, int kRows = kFloat8TileRows>
-MOESERVE_INLINE void multiply_float8_tile(const ProductWork& work, float* sums) {
+template <typename Products, int kRows = kFewFloat8Rows>
+MOESERVE_INLINE void multiply_few_rows(const ProductWork& work, float* sums) {
   if constexpr (kRows > 1) {
-    if (work.num_rows < kRows) return multiply_float8_tile<Products, kRows - 1>(work, sums);
+    if (work.num_rows < kRows) return multiply_few_rows<Products, kRows - 1>(work, sums);
   }
   UnitRows<Products, kRows> rows;
   for (int64_t first = 0; first < work.num_inputs; first += work.unit.inputs) {
@@ -107,18 +106,6 @@ MOESERVE_INLINE void multiply_float8_tile(const ProductWork& work, float* sums) 
         multiply_unit(rows, unit + kFloat8CodesAt, work.unit.inputs, decoder, first == 0, sums + p * kPanel);
       });
     }
-  }
-}
-
-template <typename Products>
-MOESERVE_INLINE void multiply_few_rows(const ProductWork& work, float* sums) {
-  const int num_tiles = (work.num_rows + kFloat8TileRows - 1) / kFloat8TileRows;
-  for (int t = 0, row = 0; t < num_tiles; ++t) {
-    ProductWork tile = work;
-    tile.input += row * work.input_bytes;
-    tile.num_rows = rows_of_tile(t, num_tiles, work.num_rows - row);
-    multiply_float8_tile<Products>(tile, sums + row * kTileOutputs);
-    row += tile.num_rows;
   }
 }
 
