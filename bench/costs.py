@@ -30,7 +30,7 @@ class WeightFormat:
 FORMATS = {
     "bfloat16": WeightFormat(16, 16),
     "int8": WeightFormat(8, 8, True),
-    "int4": WeightFormat(4.75, 8, True),
+    "int4": WeightFormat(4.95, 8, True),
     "mxfp4": WeightFormat(4.25, 16, True),
     "fp8": WeightFormat(8 + 32 / 128**2, 16),  # ignores the few 16-bit weights of latent attention
     "q8_0": WeightFormat(8.5, 8.5, True),

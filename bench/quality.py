@@ -5,6 +5,10 @@ the same texts. The results are the mean Kullback-Leibler divergence from bf16 o
 whole vocabulary, and the fraction of positions with the same most likely token. float32 is included to show how far
 bf16 itself is from exact results, and therefore which divergences are significant.
 
+int4 is measured twice: as `quantization="int4"` quantises weights, and as `moeserve quantize` does, with importances.
+If the environment of llama.cpp is installed (`moeserve bench peers`), its Q4_K_M file of the same weights is run by
+moeserve, too, so that only the weights differ.
+
 The default model's weights were once quantized to 4 bits (GGUF's Q4_1), and int4 recovers their values. The benchmark
 therefore also measures a copy whose weights are moved at random within the steps of these 4 bits, as if they had never
 been rounded. It is compared with its own bf16 results, on the same texts.
@@ -23,24 +27,21 @@ from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.api.default_model import default_model
+from moeserve.api.quantize import quantize
 from moeserve.bench.checkpoints import changed_copy, find_checkpoint
 from moeserve.bench.harness import make_parser
+from moeserve.bench.peers.environments import is_installed, peers_folder
+from moeserve.bench.peers.peers import make_gguf
 from moeserve.bench.report import show_and_save
 from moeserve.config.environment import cache_folder
 from moeserve.config.facts import MachineFacts
 from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.kv.layer_cache import Places
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
-from moeserve.protocol import CacheStart, Registration, StepPlan
-from moeserve.sampling_params import RequestParams
 from moeserve.worker.loading import load_model
-from moeserve.worker.model_runner import ModelRunner
-from moeserve.worker.rank_context import RankContext
-from moeserve.worker.request_table import RequestTable
-from moeserve.worker.step_runner import EagerSteps
+from moeserve.worker.texts import hidden_states
 
 # L positions, V vocabulary, P positions of all texts
 
@@ -50,6 +51,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "KV cache in fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
+QUANTIZED = "int4 with importances"
+PEER = "llama.cpp's Q4_K_M"
 OPENINGS = (
     "The history of the city begins with",
     "To bake bread, you need",
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = [
             {"benchmark": "quality", "model": each.name, "variant": variant} | vars(difference)
             for each in models
-            for variant, difference in compare(each, texts).items()
+            for variant, difference in compare(each, texts, Path(folder)).items()
         ]
     show_and_save(options.json, rows)
 
@@ -114,44 +117,28 @@ def generated_texts(model: Path, num_tokens: int) -> list[list[int]]:
     return [[*result.prompt_token_ids, *result.outputs[0].token_ids] for result in results]
 
 
-def compare(model: Path, texts: list[list[int]]) -> dict[str, Difference]:
-    """Compare each variant with bf16, over all positions of all texts."""
-    expected = list(log_probabilities(model, texts, {"dtype": "bfloat16"}))
-    return {
-        name: difference(expected, log_probabilities(model, texts, settings)) for name, settings in VARIANTS.items()
-    }
+def compare(model: Path, texts: list[list[int]], folder: Path) -> dict[str, Difference]:
+    """Compare each variant with bf16, over all positions of all texts.
+
+    Args:
+        folder: for files of quantised weights.
+    """
+    expected = list(log_probabilities(model, {"dtype": "bfloat16"}, texts))
+    variants = {name: (model, settings) for name, settings in VARIANTS.items()}
+    quantize(model, folder / f"{model.name}-int4")
+    variants[QUANTIZED] = folder / f"{model.name}-int4", {}
+    if is_installed("llama.cpp", peers_folder()):
+        variants[PEER] = make_gguf(model, "q4_k_m"), {}
+    return {name: difference(expected, log_probabilities(*of, texts)) for name, of in variants.items()}
 
 
 @torch.inference_mode()
-def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, str]) -> Iterator[Tensor]:
+def log_probabilities(model: Path, settings: dict[str, str], texts: list[list[int]]) -> Iterator[Tensor]:
     """Yield the log-probabilities of every next token of each text, [L, V] float32."""
     facts = read_facts(model)
     config = resolve(parse_settings(dict(settings)), facts, MachineFacts(num_cores=usable_cores()))
     loaded = load_model(config, groups_of_one_rank(), show_progress=False).model
-    num_blocks = -(-max(map(len, texts)) // config.cache.block_size)
-    rules = loaded.cache_needs.rules
-    steps = EagerSteps(loaded, loaded.make_caches(Places.equal(rules, num_blocks)))
-    context = RankContext(
-        mesh=groups_of_one_rank().mesh,
-        tp_rank=0,
-        max_blocks=num_blocks,
-        device=torch.device("cpu"),
-        rules=rules,
-    )
-    table = RequestTable(1, num_blocks, len(rules.tables))
-    runner = ModelRunner(loaded, context, steps, table)
-    for text in texts:
-        prompt = Registration(
-            slot=0,
-            token_ids=text,
-            num_prompt_tokens=len(text),
-            cache=CacheStart([list(range(num_blocks))] * len(rules.tables)),
-            params=RequestParams(),
-            seed=0,
-            end_token_ids=[],
-        )
-        plan = StepPlan(step=0, slots=[0], starts=[0], lengths=[len(text)], registrations=[prompt])
-        hidden_LD = steps(runner.build_inputs(table.apply(plan), (len(text),))).hidden_TD
+    for hidden_LD in hidden_states(loaded, config, texts):
         yield loaded.logits(hidden_LD).float().log_softmax(-1)
 
 

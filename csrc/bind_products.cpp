@@ -73,10 +73,6 @@ int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num
            "] cannot be packed in " + std::to_string(num_parts) + " parts");
   }
   const InputChunks chunks = chunks_of(num_inputs, chunk_inputs);
-  if (traits_of(known).is_stored() && (num_inputs % kInputGroup != 0 || chunks.chunk_inputs % kInputGroup != 0)) {
-    refuse("weights in " + format + " have whole groups of 32 inputs, not " + std::to_string(num_inputs) +
-           " inputs in chunks of " + std::to_string(chunks.chunk_inputs));
-  }
   return num_parts * count_panels(num_outputs / num_parts) * panel_bytes(known, chunks);
 }
 
@@ -92,15 +88,17 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   check_shape("panels", panels, {bytes});
   const WeightFormat known = format_of_name(format);
   const bool keeps_type = !is_quantized(known);
-  if (traits_of(known).is_stored()) refuse("weights are packed as " + format + " from codes: see pack_stored");
+  if (traits_of(known).is_stored() && !can_quantize(known)) {
+    refuse("weights are packed as " + format + " from codes: see pack_stored");
+  }
   if (keeps_type && (known == WeightFormat::kFloat32) != (weight.type == ElementType::kFloat32)) {
     refuse("weight is not of type " + format);
   }
   if (weight.data == panels.data && (!keeps_type || bytes != weight.num_elements() * element_bytes(weight.type))) {
     refuse("a weight of shape " + shape_text(weight) + " cannot be packed as " + format + " in place");
   }
+  if (int4_scales.has_value() != (known == WeightFormat::kInt4)) refuse("int4_scales are for int4, which needs them");
   if (int4_scales) {
-    if (known != WeightFormat::kInt4) refuse("int4_scales are for int4 only");
     if (chunks.count() > 1 && chunks.chunk_inputs % kInputGroup != 0) {
       refuse("int4_scales need chunks of whole groups of inputs");
     }
@@ -130,6 +128,10 @@ bool pack_stored(const std::string& format, const Tensor& codes, const Tensor& p
   const WeightFormat known = format_of_name(format);
   const FormatTraits& traits = traits_of(known);
   const InputChunks chunks = chunks_of(num_inputs, chunk_inputs);
+  if (num_inputs % kInputGroup != 0 || chunks.chunk_inputs % kInputGroup != 0) {
+    refuse("weights in " + format + " have whole groups of 32 inputs, not " + std::to_string(num_inputs) +
+           " inputs in chunks of " + std::to_string(chunks.chunk_inputs));
+  }
   const int64_t bytes = packed_bytes(format, codes.size(0), num_inputs, num_parts, chunk_inputs);
   check_array("panels", panels, {bytes}, ElementType::kUInt8, "uint8");
   const int64_t unit = panel_unit(known, chunks.chunk_inputs).inputs;
@@ -154,6 +156,21 @@ bool pack_stored(const std::string& format, const Tensor& codes, const Tensor& p
     is_finite &= traits.pack_stored(known, stored, chunks, target);
   }
   return is_finite;
+}
+
+// Quantise a weight [outputs, inputs] to rows of blocks [outputs, bytes], with importances [inputs].
+void quantize(const std::string& format, const Tensor& weight, const Tensor& rows,
+              const std::optional<Tensor>& importances) {
+  check_dims("weight", weight, 2);
+  check_float_type("weight", weight);
+  check_contiguous("weight", weight);
+  const WeightFormat known = format_of_name(format);
+  if (!can_quantize(known)) refuse("weights are quantised to q4_k, q5_k or q6_k, not to " + format);
+  check_array("rows", rows, {weight.size(0), stored_row_bytes(known, weight.size(1))}, ElementType::kUInt8, "uint8");
+  if (importances) check_array("importances", *importances, {weight.size(1)}, ElementType::kFloat32, "float32");
+  const nb::gil_scoped_release released;
+  quantize_gguf(known, weight.type, weight.data, importances ? numbers<float>(*importances) : nullptr, weight.size(0),
+                weight.size(1), static_cast<uint8_t*>(rows.data));
 }
 
 // Request huge pages for memory that has not been used yet: they are faster to allocate and to address.
@@ -335,6 +352,8 @@ void bind_products(nb::module_& module) {
   module.def("pack_stored", &pack_stored, "format"_a, "codes"_a, "panels"_a, "num_inputs"_a, "num_parts"_a = 1,
              "chunk_inputs"_a.none() = nb::none(), "scales"_a.none() = nb::none(), "first_input"_a = 0,
              "Pack a weight from the codes of a checkpoint into `panels`. Return False if a scale is not finite.");
+  module.def("quantize_gguf", &quantize, "format"_a, "weight"_a, "rows"_a, "importances"_a.none() = nb::none(),
+             "Quantise a weight [outputs, inputs] to rows of blocks of Q4_K, Q5_K or Q6_K [outputs, bytes].");
   module.def("stored_formats", &stored_formats, "Return the names of the formats that are packed from stored codes.");
   module.def("advise_large_pages", &advise_large_pages, "memory"_a,
              "Request huge pages for memory that has not been used yet.");

@@ -1,12 +1,18 @@
-// Packing of GGUF weights into panels. Codes and scales keep their values; only their order changes.
+// Packing of GGUF weights into panels, and quantisation to types of GGUF. Codes and scales of stored weights keep their
+// values; only their order changes.
 //
 // Source of the blocks' layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <vector>
 
+#include "lanes.h"
+#include "packed_weight.h"
+#include "panel_block.h"
 #include "parallel.h"
-#include "weight_format.h"
+#include "quantize_blocks.h"
 
 namespace moeserve {
 
@@ -59,70 +65,108 @@ int read_scale(const uint8_t* block, int index, bool minimum) {
   return low | scales[index - 4 + 4 * minimum] >> 6 << 4;
 }
 
-// Write the codes [kPanel][kInputGroup] of a group.
-void write_codes(const uint8_t* codes, int high_bits, uint8_t* target) {
-  uint32_t words[kPanel][kGroupWords];
-  std::memcpy(words, codes, sizeof(words));
-  uint32_t low[kGroupWords][kPanel / 2];
-  for (int c = 0; c < kPanel / 2; ++c) {
-    for (int step = 0; step < kGroupWords; ++step) {
-      low[step][c] = (words[c][step] & 0x0F0F0F0Fu) | (words[c + kPanel / 2][step] & 0x0F0F0F0Fu) << 4;
+// Write the first `groups` groups of output `n` of a block of Q4_K, Q5_K or Q6_K.
+template <WeightFormat kFormat>
+void store_output(const PanelBlock& block, int n, int groups, uint8_t* stored) {
+  constexpr StoredBlock kStored = traits_of(kFormat).stored;
+  std::memset(stored, 0, kStored.num_bytes);
+  std::memcpy(stored + kStored.factors_at, &block.factors[n], sizeof(uint16_t));
+  uint8_t* scales = stored + kStored.scales_at;
+  for (int group = 0; group < groups; ++group) {
+    const uint8_t* codes = block.codes[group][n];
+    uint8_t* low = stored + kStored.low_at;
+    uint8_t* high = stored + kStored.high_at;
+    if constexpr (kFormat == WeightFormat::kQ6_K) {
+      low += group / 4 * 64 + group % 2 * kInputGroup;
+      high += group / 4 * kInputGroup;
+      for (int i = 0; i < kInputGroup; ++i) {
+        low[i] |= (codes[i] & 15) << group % 4 / 2 * 4;
+        high[i] |= codes[i] >> 4 << group % 4 * 2;
+      }
+      for (int i = 2 * group; i < 2 * group + 2; ++i) scales[i] = static_cast<uint8_t>(block.scales[i][n]);
+    } else {
+      low += group / 2 * kInputGroup;
+      for (int i = 0; i < kInputGroup; ++i) {
+        low[i] |= (codes[i] & 15) << group % 2 * 4;
+        if (kFormat == WeightFormat::kQ5_K) high[i] |= codes[i] >> 4 << group;
+      }
+      const auto scale = static_cast<uint8_t>(block.scales[group][n]);
+      const uint8_t minimum = block.minima[group][n];
+      if (group < 4) {
+        scales[group] = scale;
+        scales[group + 4] = minimum;
+      } else {
+        scales[group - 4] |= scale >> 4 << 6;
+        scales[group] |= minimum >> 4 << 6;
+        scales[group + 4] = (scale & 15) | (minimum & 15) << 4;
+      }
     }
   }
-  std::memcpy(target, low, sizeof(low));
-  if (high_bits == 0) return;
-  const int steps = 8 / high_bits;  // in a byte
-  uint32_t high[2][kPanel] = {};
-  for (int n = 0; n < kPanel; ++n) {
-    for (int step = 0; step < kGroupWords; ++step) {
-      const uint32_t bits = words[n][step] >> 4 & (high_bits == 1 ? 0x01010101u : 0x03030303u);
-      high[step / steps][n] |= bits << step % steps * high_bits;
-    }
+  if (traits_of(kFormat).blocks.has_minima) {
+    std::memcpy(stored + kStored.factors_at + 2, &block.factors_of_minima[n], sizeof(uint16_t));
   }
-  std::memcpy(target + sizeof(low), high, static_cast<size_t>(high_bits) * kPanel * 4);
 }
 
-// Copy the float16 number at byte `place` of each output's block. Return false if a number is not finite.
-bool copy_halves(const uint8_t* const* blocks, int place, char* target) {
-  bool is_finite = true;
-  for (int n = 0; n < kPanel; ++n) {
-    uint16_t half = 0;
-    if (blocks[n] != nullptr) std::memcpy(&half, blocks[n] + place, sizeof(half));
-    is_finite &= (half & 0x7C00) != 0x7C00;
-    std::memcpy(target + 2 * n, &half, sizeof(half));
-  }
-  return is_finite;
+template <WeightFormat kFormat, typename Element>
+void quantize_rows(const Element* weights, const float* importances, int64_t num_outputs, int64_t num_inputs,
+                   uint8_t* blocks) {
+  const int64_t row_bytes = stored_row_bytes(kFormat, num_inputs);
+  parallel_for(count_panels(num_outputs), [&](int64_t p) {
+    const int64_t first = p * kPanel;
+    const int count = static_cast<int>(std::min<int64_t>(kPanel, num_outputs - first));
+    PanelBlock block = {};
+    std::vector<float> columns(kMaxBlockInputs * kPanel);
+    uint8_t* stored = blocks + first * row_bytes;
+    for (int64_t k = 0; k < num_inputs; k += kMaxBlockInputs, stored += traits_of(kFormat).stored.num_bytes) {
+      const auto size = static_cast<int>(std::min<int64_t>(kMaxBlockInputs, num_inputs - k));
+      const int groups = (size + kInputGroup - 1) / kInputGroup;
+      float of_inputs[kMaxBlockInputs] = {};
+      std::fill(columns.begin(), columns.end(), 0.0f);
+      for (int n = 0; n < count; ++n) {
+        const Element* row = weights + (first + n) * num_inputs + k;
+        for (int i = 0; i < size; ++i) columns[i * kPanel + n] = widen(row[i]);
+      }
+      if (importances != nullptr) std::copy_n(importances + k, size, of_inputs);
+      quantize_block(kFormat, columns.data(), importances == nullptr ? nullptr : of_inputs, groups, block);
+      for (int n = 0; n < count; ++n) store_output<kFormat>(block, n, groups, stored + n * row_bytes);
+    }
+  });
+}
+
+// Return the bits of the float16 number at byte `place` of a block. Set `is_finite` to false if it is not finite.
+uint16_t read_half(const uint8_t* block, int place, bool& is_finite) {
+  uint16_t half;
+  std::memcpy(&half, block + place, sizeof(half));
+  is_finite &= (half & 0x7C00) != 0x7C00;
+  return half;
 }
 
 // Pack `groups` groups of the blocks of 32 outputs, from group `first` of the blocks on. Null: an output is padding.
+// Return false if a factor is not finite.
 template <WeightFormat kFormat>
 bool pack_block(const uint8_t* const* blocks, int first, int groups, char* target) {
   constexpr BlockLayout kLayout = traits_of(kFormat).blocks;
   constexpr StoredBlock kStored = traits_of(kFormat).stored;
-  uint8_t codes[kPanel][kInputGroup] = {};
-  for (int group = 0; group < groups; ++group) {
-    for (int n = 0; n < kPanel; ++n) {
-      if (blocks[n] != nullptr) read_codes<kFormat>(blocks[n], first + group, codes[n]);
-    }
-    auto* bytes = reinterpret_cast<uint8_t*>(target + kLayout.codes_at(groups) + group * kLayout.group_bytes());
-    write_codes(codes[0], kLayout.high_bits, bytes);
-  }
-  std::memset(target, 0, kLayout.codes_at(groups));
+  constexpr int kPerGroup = kInputGroup / kLayout.scale_inputs;
+  PanelBlock block = {};
+  bool is_finite = true;
   for (int n = 0; n < kPanel; ++n) {
-    if (blocks[n] == nullptr) continue;
-    constexpr int kPerGroup = kInputGroup / kLayout.scale_inputs;
-    char* scales = target + kLayout.scales_at(groups) + n;
+    const uint8_t* stored = blocks[n];
+    if (stored == nullptr) continue;
+    for (int group = 0; group < groups; ++group) {
+      read_codes<kFormat>(stored, first + group, block.codes[group][n]);
+      if (kLayout.has_minima) {
+        block.minima[group][n] = static_cast<uint8_t>(read_scale<kFormat>(stored, first + group, true));
+      }
+    }
     for (int i = 0; i < groups * kPerGroup; ++i) {
-      scales[i * kPanel] = static_cast<char>(read_scale<kFormat>(blocks[n], first * kPerGroup + i, false));
+      block.scales[i][n] = static_cast<int8_t>(read_scale<kFormat>(stored, first * kPerGroup + i, false));
     }
-    char* minima = target + kLayout.minima_at() + 2 * n;
-    for (int i = 0; kLayout.has_minima && i < groups; ++i) {
-      minima[i / 2 * 2 * kPanel + i % 2] = static_cast<char>(read_scale<kFormat>(blocks[n], first + i, true));
-    }
+    block.factors[n] = read_half(stored, kStored.factors_at, is_finite);
+    if (kLayout.has_minima) block.factors_of_minima[n] = read_half(stored, kStored.factors_at + 2, is_finite);
   }
-  const bool is_finite = copy_halves(blocks, kStored.factors_at, target);
-  return !kLayout.has_minima ? is_finite
-                             : copy_halves(blocks, kStored.factors_at + 2, target + 2 * kPanel) && is_finite;
+  write_block(kFormat, block, groups, target);
+  return is_finite;
 }
 
 template <>
@@ -135,7 +179,12 @@ bool pack_block<WeightFormat::kQ8_0>(const uint8_t* const* blocks, int, int, cha
     }
   }
   std::memcpy(target, words, sizeof(words));
-  return copy_halves(blocks, 0, target + kQ8ScalesAt);
+  bool is_finite = true;
+  for (int n = 0; n < kPanel; ++n) {
+    const uint16_t half = blocks[n] == nullptr ? 0 : read_half(blocks[n], 0, is_finite);
+    std::memcpy(target + kQ8ScalesAt + 2 * n, &half, sizeof(half));
+  }
+  return is_finite;
 }
 
 template <WeightFormat kFormat>
@@ -174,6 +223,24 @@ bool pack_rows_of(WeightFormat format, const StoredRows& rows, const InputChunks
 }
 
 }  // namespace
+
+void quantize_gguf(WeightFormat format, ElementType source_type, const void* source, const float* importances,
+                   int64_t num_outputs, int64_t num_inputs, uint8_t* blocks) {
+  const auto quantize = [&](const auto* weights) {
+    if (format == WeightFormat::kQ4_K) {
+      quantize_rows<WeightFormat::kQ4_K>(weights, importances, num_outputs, num_inputs, blocks);
+    } else if (format == WeightFormat::kQ5_K) {
+      quantize_rows<WeightFormat::kQ5_K>(weights, importances, num_outputs, num_inputs, blocks);
+    } else {
+      quantize_rows<WeightFormat::kQ6_K>(weights, importances, num_outputs, num_inputs, blocks);
+    }
+  };
+  if (source_type == ElementType::kBFloat16) {
+    quantize(static_cast<const BFloat16*>(source));
+  } else {
+    quantize(static_cast<const float*>(source));
+  }
+}
 
 bool pack_gguf(WeightFormat format, const StoredRows& rows, const InputChunks& chunks, char* panels) {
   return pack_rows_of(format, rows, chunks, panels);

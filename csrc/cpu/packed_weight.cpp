@@ -11,7 +11,10 @@
 
 #include "isa.h"
 #include "lanes.h"
+#include "panel_block.h"
 #include "parallel.h"
+#include "quantize_blocks.h"
+#include "rounding.h"
 
 namespace moeserve {
 
@@ -19,28 +22,21 @@ namespace {
 
 constexpr int kInt8Highest = 127;
 
-template <int W>
-MOESERVE_INLINE Float<W> magnitude(Float<W> x) {
-  return x > 0.0f ? x : -x;
-}
-
-template <int W>
-MOESERVE_INLINE Float<W> round_to_integer(Float<W> x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  return (x + kRound) - kRound;
-}
-
-template <int W>
-MOESERVE_INLINE Float<W> inverse_or_zero(Float<W> x) {
-  return x != 0.0f ? 1.0f / x : Float<W>{};
-}
-
 // The weights of one panel, [num_inputs][kPanel], padded with zeros. Outputs are adjacent, for vectorisation.
 struct Columns {
   std::vector<float> weights;
   int64_t num_inputs;
-  std::vector<float> int4_scales;  // [num_inputs / kInputGroup][kPanel], or empty: to be chosen
+  std::vector<float> int4_scales;  // [num_inputs / kInputGroup][kPanel], of int4 only
 };
+
+void pack_blocks(WeightFormat format, PanelUnit unit, const Columns& columns, char* panel) {
+  PanelBlock block = {};
+  const int groups = static_cast<int>(unit.inputs / kInputGroup);
+  for (int64_t k = 0; k < columns.num_inputs; k += unit.inputs, panel += unit.bytes) {
+    quantize_block(format, columns.weights.data() + k * kPanel, nullptr, groups, block);
+    write_block(format, block, groups, panel);
+  }
+}
 
 // The weights of one panel, [count][num_inputs].
 template <typename Element>
@@ -48,7 +44,7 @@ struct Rows {
   const Element* weights;
   int count;
   int64_t num_inputs;
-  const uint16_t* int4_scales;  // scales of the first row; null: to be chosen
+  const uint16_t* int4_scales;  // scales of the first row, of int4 only
   int64_t scale_stride;         // distance between rows
 };
 
@@ -77,30 +73,6 @@ MOESERVE_INLINE void pack_int8(const Columns& columns, char* panel) {
       for (int i = 0; i < 4; ++i) bytes[4 * n + i] = static_cast<uint8_t>(rounded[i][n]);
     }
   }
-}
-
-// Round to nearest float16, ties to even, as floats. Inputs are not negative.
-template <int W>
-MOESERVE_INLINE Float<W> round_to_float16(Float<W> x) {
-  constexpr float kLargest = 65504.0f;
-  const Float<W> bounded = x < kLargest ? x : broadcast<W>(kLargest);
-  const auto bits = reinterpret_cast<typename Vector<W>::UInt>(bounded * (1 / kFloat16Exponent));
-  return reinterpret_cast<Float<W>>((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFFu) * kFloat16Exponent;
-}
-
-// Return the bits of a number that float16 represents exactly.
-uint16_t float16_bits(float value) {
-  value *= 1 / kFloat16Exponent;
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return static_cast<uint16_t>(bits >> 13);
-}
-
-float float16_value(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 13;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value * kFloat16Exponent;
 }
 
 // Write one group of inputs: scales and zero points [kPanel], and codes [kInputGroup][kPanel].
@@ -141,84 +113,6 @@ struct Int4Grid {
   }
 };
 
-// Return the grid from `low` to `high`. If they are far from zero, the range is widened so that its zero point can be
-// stored.
-template <int W>
-MOESERVE_INLINE Int4Grid<W> grid_of_range(Float<W> low, Float<W> high) {
-  constexpr float kLowestZero = -kInt4ZeroOffset * kInt4ZeroStep;
-  constexpr float kHighestZero = (255 - kInt4ZeroOffset) * kInt4ZeroStep;
-  const Float<W> smallest = larger<W>(low * (-1 / kLowestZero), low * (-1 / kHighestZero));
-  const Float<W> scales = larger<W>((high - low) * (1 / kInt4HighestCode), smallest);
-  return Int4Grid<W>{scales, -low * inverse_or_zero<W>(round_to_float16<W>(scales))}.rounded();
-}
-
-// A grid, its squared error, and the grid that minimises the squared error for the same codes.
-template <int W>
-struct Int4Fit {
-  Int4Grid<W> grid;
-  Float<W> errors;
-  Int4Grid<W> refitted;
-};
-
-template <int W>
-MOESERVE_INLINE Int4Fit<W> fit_int4(const float* weights, Float<W> sums, const Int4Grid<W>& grid) {
-  const Float<W> inverses = inverse_or_zero<W>(grid.scales);
-  Float<W> errors = {};
-  Float<W> codes = {};
-  Float<W> squares = {};
-  Float<W> products = {};
-  for (int k = 0; k < kInputGroup; ++k) {
-    const Float<W> weight = load<W>(weights + k * kPanel);
-    const Float<W> code = grid.nearest_codes(weight, inverses);
-    const Float<W> error = weight - (code - grid.zeros) * grid.scales;
-    errors += error * error;
-    codes += code;
-    squares += code * code;
-    products += code * weight;
-  }
-  // Linear regression of the weights on their codes, then of the scale alone, because the zero point has been rounded.
-  constexpr float kShare = 1.0f / kInputGroup;
-  const Float<W> variance = squares - codes * codes * kShare;
-  const Float<W> covariance = products - codes * sums * kShare;
-  const Float<W> zeros = (codes - sums * variance * inverse_or_zero<W>(covariance)) * kShare;
-  const Float<W> rounded = Int4Grid<W>{Float<W>{}, zeros}.rounded().zeros;
-  const Float<W> length = squares + rounded * (rounded * kInputGroup - 2.0f * codes);
-  const Float<W> scales = (products - rounded * sums) * inverse_or_zero<W>(length);
-  return {grid, errors, Int4Grid<W>{larger<W>(scales, Float<W>{}), rounded}.rounded()};
-}
-
-// Choose the best of several grids: that of the whole range of the weights and that of nine tenths of it, each refitted
-// twice. More widths or rounds reduce the error by at most 2%. Weights that lie on a grid keep their values.
-template <int W>
-MOESERVE_INLINE Int4Grid<W> choose_int4_grid(const float* weights) {
-  Float<W> low = load<W>(weights);
-  Float<W> high = low;
-  Float<W> sums = low;
-  for (int k = 1; k < kInputGroup; ++k) {
-    const Float<W> weight = load<W>(weights + k * kPanel);
-    low = weight < low ? weight : low;
-    high = larger<W>(weight, high);
-    sums += weight;
-  }
-  Int4Fit<W> best = fit_int4<W>(weights, sums, grid_of_range<W>(low, high));
-  const auto improve = [&](const Int4Fit<W>& other) {
-    const auto is_better = other.errors < best.errors;
-    best.grid = {is_better ? other.grid.scales : best.grid.scales, is_better ? other.grid.zeros : best.grid.zeros};
-    best.errors = is_better ? other.errors : best.errors;
-  };
-  const Float<W> margin = (high - low) * 0.05f;
-  const Int4Grid<W> starts[2] = {best.refitted, grid_of_range<W>(low + margin, high - margin)};
-  for (int start = 0; start < 2; ++start) {
-    Int4Grid<W> grid = starts[start];
-    for (int round = 0; round < 2 + start; ++round) {
-      const Int4Fit<W> fit = fit_int4<W>(weights, sums, grid);
-      improve(fit);
-      grid = fit.refitted;
-    }
-  }
-  return best.grid;
-}
-
 // Return the grid for given scales, of which the weights are integer multiples.
 template <int W>
 MOESERVE_INLINE Int4Grid<W> grid_of_scales(const float* weights, Float<W> scales) {
@@ -240,9 +134,7 @@ MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
     float codes[kInputGroup * kPanel];
     for (int n = 0; n < kPanel; n += W) {
       const Int4Grid<W> grid =
-          columns.int4_scales.empty()
-              ? choose_int4_grid<W>(weights + n)
-              : grid_of_scales<W>(weights + n, load<W>(columns.int4_scales.data() + first / kInputGroup * kPanel + n));
+          grid_of_scales<W>(weights + n, load<W>(columns.int4_scales.data() + first / kInputGroup * kPanel + n));
       store<W>(scales + n, grid.scales);
       store<W>(zeros + n, grid.zeros);
       const Float<W> inverses = inverse_or_zero<W>(grid.scales);
@@ -331,9 +223,9 @@ void pack_same(const Element* source, int num_rows, int64_t num_inputs, int64_t 
 }
 
 template <typename Element>
-void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
+void pack_panel(WeightFormat format, PanelUnit unit, const Rows<Element>& rows, char* panel) {
   const int64_t num_inputs = rows.num_inputs;
-  const int64_t padded = padded_inputs(format, {num_inputs, num_inputs}, 0);
+  const int64_t padded = (num_inputs + unit.inputs - 1) / unit.inputs * unit.inputs;
   if (!is_quantized(format)) return pack_same(rows.weights, rows.count, num_inputs, padded, panel);
   Columns columns{std::vector<float>(kPanel * padded), padded, {}};
   constexpr int64_t kTogether = 16;  // inputs at a time, so that rows and columns stay in the cache
@@ -343,6 +235,7 @@ void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
       for (int64_t k = first; k < last; ++k) columns.weights[k * kPanel + n] = widen(rows.weights[n * num_inputs + k]);
     }
   }
+  if (traits_of(format).has_blocks()) return pack_blocks(format, unit, columns, panel);
   if (rows.int4_scales != nullptr) {
     const int64_t num_groups = padded / kInputGroup;
     columns.int4_scales.resize(num_groups * kPanel);
@@ -358,7 +251,8 @@ void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
 // Pack each chunk of a panel as a separate panel.
 template <typename Element>
 void pack_chunks(WeightFormat format, const Rows<Element>& rows, const InputChunks& chunks, char* panel) {
-  if (chunks.count() == 1) return pack_panel(format, rows, panel);
+  const PanelUnit unit = panel_unit(format, chunks.chunk_inputs);
+  if (chunks.count() == 1) return pack_panel(format, unit, rows, panel);
   std::vector<Element> copy;
   for (int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
     const int64_t size = chunks.size(chunk);
@@ -368,7 +262,7 @@ void pack_chunks(WeightFormat format, const Rows<Element>& rows, const InputChun
       std::copy_n(rows.weights + n * rows.num_inputs + first, size, copy.data() + n * size);
     }
     const uint16_t* scales = rows.int4_scales == nullptr ? nullptr : rows.int4_scales + first / kInputGroup;
-    pack_panel(format, Rows<Element>{copy.data(), rows.count, size, scales, rows.scale_stride}, panel);
+    pack_panel(format, unit, Rows<Element>{copy.data(), rows.count, size, scales, rows.scale_stride}, panel);
     panel += panel_bytes(format, chunks, chunk);
   }
 }

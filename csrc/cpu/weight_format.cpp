@@ -6,7 +6,8 @@ namespace moeserve {
 
 PanelUnit panel_unit(WeightFormat format, int64_t chunk_inputs) {
   const FormatTraits& traits = traits_of(format);
-  const int64_t inputs = traits.is_stored() ? std::gcd<int64_t>(traits.unit_inputs, chunk_inputs) : traits.unit_inputs;
+  const int64_t whole_groups = (chunk_inputs + kInputGroup - 1) / kInputGroup * kInputGroup;
+  const int64_t inputs = traits.is_stored() ? std::gcd<int64_t>(traits.unit_inputs, whole_groups) : traits.unit_inputs;
   if (traits.has_blocks()) return {inputs, traits.blocks.block_bytes(static_cast<int>(inputs / kInputGroup))};
   return {inputs, inputs * traits.input_bytes + traits.unit_bytes};
 }

@@ -141,6 +141,11 @@ constexpr const FormatTraits& traits_of(WeightFormat format) { return kFormats[s
 
 constexpr bool is_quantized(WeightFormat format) { return traits_of(format).rows == RowForm::kQuantized; }
 
+// Return true if weights can be quantised to this format with blocks.
+constexpr bool can_quantize(WeightFormat format) {
+  return format == WeightFormat::kQ4_K || format == WeightFormat::kQ5_K || format == WeightFormat::kQ6_K;
+}
+
 // Return the bytes of a stored row whose blocks have these inputs.
 constexpr int64_t stored_row_bytes(WeightFormat format, int64_t num_inputs) {
   const StoredBlock& block = traits_of(format).stored;

@@ -36,11 +36,12 @@ class SettingArguments(TypedDict, total=False):
         | Literal["awq", "gptq", "auto-round", "compressed-tensors", "fbgemm_fp8", "modelopt", "gguf"]
         | None
     )
-    """quantise projections and experts while loading; on a CPU: int8 (a scale per output) or int4 (a scale and a
-    zero point per 32 weights); on a GPU: fp8 (a scale per 128 x 128 weights); codes of a checkpoint in int4 or fp8
-    are kept; mxfp4: experts as a checkpoint in MXFP4 stores them, which is the default in bfloat16; other names:
-    the format of the checkpoint, as without the setting (one of 'int8', 'int4', 'fp8', 'mxfp4' or one of 'awq',
-    'gptq', 'auto-round', 'compressed-tensors', 'fbgemm_fp8', 'modelopt', 'gguf' or None; default: None)."""
+    """quantise projections and experts while loading; on a CPU: int8 (a scale per output) or int4 (Q4_K, and Q5_K,
+    Q6_K or int8 where errors matter more); on a GPU: fp8 (a scale per 128 x 128 weights); codes of a checkpoint in
+    int4 or fp8 are kept; mxfp4: experts as a checkpoint in MXFP4 stores them, which is the default in bfloat16;
+    other names: the format of the checkpoint, as without the setting (one of 'int8', 'int4', 'fp8', 'mxfp4' or one
+    of 'awq', 'gptq', 'auto-round', 'compressed-tensors', 'fbgemm_fp8', 'modelopt', 'gguf' or None; default:
+    None)."""
     device: Literal["auto", "cpu", "cuda"]
     """device of all tensors; auto: cpu (one of 'auto', 'cpu', 'cuda'; default: 'auto')."""
     attention_backend: Literal["auto", "triton", "flashinfer"]

@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "List the parallel layouts of a checkpoint, and estimate their performance on given hardware.",
     "simulate": "Simulate serving recorded traffic on given hardware, in virtual time.",
     "viz": "Show recorded loads of experts and ranks as a table or a picture.",
+    "quantize": "Write a copy of a checkpoint in 4 bits, which loads without a setting.",
     "upcycle": "Convert a dense Llama-style checkpoint into a Mixtral one.",
     "launch": "Start a Ray cluster on several hosts and run a command on it.",
     "bench": "Run a benchmark.",

@@ -40,6 +40,7 @@ class CheckpointFacts:
     expert_shape: ExpertShape | None = None  # experts of each of these layers; None: experts are never sliced
     quantization: str | None = None  # the format of the weights, as config.json names it; None: not quantised
     has_mxfp4: bool = False  # experts are stored in MXFP4
+    has_blocks: bool = False  # weights are in blocks of 4 to 6 bits, the formats of int4
     needs: Needs = Needs()
     num_draft_layers: int = 0  # layers of multi-token prediction (MTP) modules, which are the last ones
     first_layers: frozenset[int] | None = None  # layers that may start a pipeline stage; None: all

@@ -33,6 +33,8 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
     keeps_mxfp4 = facts.checkpoint.has_mxfp4 and dtype == "bfloat16" and _has_mxfp4_kernels(facts)
     if quantization is None and keeps_mxfp4:
         quantization = "mxfp4"
+    elif quantization is None and facts.checkpoint.has_blocks and _can_quantize(facts, dtype):
+        quantization = "int4"
     if quantization == "mxfp4":
         _check_mxfp4(facts, dtype)
     elif quantization is not None:
@@ -79,6 +81,11 @@ def _dtype_of_checkpoint(facts: Facts, quantization: str | None) -> DtypeName:
         dtype,
     )
     return dtype
+
+
+def _can_quantize(facts: Facts, dtype: DtypeName) -> bool:
+    """Return True if there are kernels for int8 and int4."""
+    return not facts.on_gpu and facts.machine.has_kernels and dtype != "float16"
 
 
 def _has_mxfp4_kernels(facts: Facts) -> bool:

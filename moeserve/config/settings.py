@@ -55,8 +55,8 @@ class ModelSettings:
     )
     quantization: QuantizationName | StoredFormatName | None = setting(
         None,
-        "quantise projections and experts while loading; on a CPU: int8 (a scale per output) or int4 (a scale"
-        " and a zero point per 32 weights); on a GPU: fp8 (a scale per 128 x 128 weights); codes of a "
+        "quantise projections and experts while loading; on a CPU: int8 (a scale per output) or int4 (Q4_K,"
+        " and Q5_K, Q6_K or int8 where errors matter more); on a GPU: fp8 (a scale per 128 x 128 weights); codes of a "
         "checkpoint in int4 or fp8 are kept; mxfp4: experts as a checkpoint in MXFP4 stores them, which is "
         "the default in bfloat16; other names: the format of the checkpoint, as without the setting",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from moeserve.config.settings import QuantizationName
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.ops.backend import Backend
+
+MinBits: TypeAlias = Literal[4, 5, 6, 8]  # of a weight with quantization="int4"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class BuildContext:
     has_float8_cache: bool = False  # of keys and values
     block_size: int = 16  # tokens of a block of the KV cache
     max_model_len: int = 0  # of requests, which chooses one of LongRoPE's scalings
+    down_bits: MinBits = 4  # of down projections with quantization="int4"
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
 
     @property
@@ -53,6 +57,16 @@ class BuildContext:
         else:
             memory = torch.empty(shape, dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)
+
+    def of_layer(self, layer: int, num_layers: int) -> BuildContext:
+        """Return the context of a layer. Errors of its down projection matter more in some layers than in others.
+
+        They have 6 bits in the first and in the last eighth of the layers and in every third layer between, as in the
+        Q4_K_M files of llama.cpp.
+        """
+        eighth = num_layers // 8
+        is_sensitive = not eighth <= layer < num_layers - eighth or (layer - eighth) % 3 == 2
+        return dataclasses.replace(self, down_bits=6 if is_sensitive else 4)
 
     def without_memory(self) -> BuildContext:
         """Return a context for a model whose parameters have no memory yet."""

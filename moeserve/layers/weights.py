@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.build_context import BuildContext
+from moeserve.layers.build_context import BuildContext, MinBits
 from moeserve.ops.products import AnyProduct, Kind
 from moeserve.ops.products.interface import (
     INT4_GROUP,
@@ -27,6 +27,8 @@ from moeserve.ops.rows.interface import Rows, plain_rows
 
 # G blocks of outputs, B blocks of inputs
 
+# The formats of quantization="int4": weights whose errors matter more have more bits.
+FORMATS_OF_INT4: dict[MinBits, PackedFormat] = {4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "int8"}
 MIN_QUANTIZED_OUTPUTS = 2  # a gate of one output takes too few bytes to matter
 
 
@@ -34,7 +36,7 @@ MIN_QUANTIZED_OUTPUTS = 2  # a gate of one output takes too few bytes to matter
 class QuantizationLimits:
     """The limits up to which a weight may be quantised."""
 
-    min_bits: Literal[4, 8] = 4
+    min_bits: MinBits = 4  # with quantization="int4"
     # Rows and columns, here and in a checkpoint, at which published tensors are cut or joined. Blocks of 8-bit floats
     # must begin at each of them. None: the weight is never in 8-bit floats.
     cuts: tuple[int, ...] | None = ()
@@ -248,7 +250,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         if quantization in (None, "mxfp4") or self.shape[1] < MIN_QUANTIZED_OUTPUTS:
             return "float32" if weights.weight_eOI.dtype == torch.float32 else "bfloat16"
         assert quantization in ("int8", "int4"), "8-bit floats are not packed"
-        return "int8" if self.limits.min_bits == 8 else quantization
+        return "int8" if quantization == "int8" else FORMATS_OF_INT4[self.limits.min_bits]
 
     def pack(self) -> None:
         """Pack the filled weights, in their own memory or with it released. Called once."""

@@ -117,7 +117,8 @@ class Decoder(nn.Module):
         self.blocks: list[DecoderBlock] = []
         self.draft_modules: list[DraftModule] = []
         for number, layer in zip(self.stage, self.layer_configs, strict=True):
-            build = Build(context, size, config.norm_epsilon, num_input_chunks(layer.can_divide), unused, dispatchers)
+            of_layer, chunks = context.of_layer(number, len(config.layers)), num_input_chunks(layer.can_divide)
+            build = Build(of_layer, size, config.norm_epsilon, chunks, unused, dispatchers)
             module, stream = None, config.stream
             if number >= config.num_decoder_layers:
                 assert config.draft is not None

@@ -66,6 +66,8 @@ class Description:
 
     def keeps_stored(self, dtype: DtypeName, quantization: QuantizationName | None = None) -> bool:
         """Return True if weights keep the codes of the checkpoint where there are kernels for them."""
+        if self.weight_format.has_blocks:
+            return quantization == "int4"
         is_encoded = self.weight_format.stored_as is not None
         return dtype == "bfloat16" and is_encoded and quantization in (None, "mxfp4")
 
@@ -121,6 +123,7 @@ def read_facts(
         expert_shape=None if is_foreign else description.model.expert_shape,
         quantization=description.weight_format.method,
         has_mxfp4=description.weight_format.is_mxfp4,
+        has_blocks=description.weight_format.has_blocks,
         needs=description.model.needs,
         num_draft_layers=description.model.num_draft_layers,
         first_layers=description.model.first_layers,

@@ -129,14 +129,18 @@ def summarize(
 
 def quantised_bytes(description: Description, dtype: DtypeName, quantization: QuantizationName) -> int:
     """Return the memory of the weights on one CPU rank with this setting of `quantization`."""
+    return loading_memory(cpu_model(description, dtype, quantization)).kept
+
+
+def cpu_model(description: Description, dtype: DtypeName, quantization: QuantizationName | None) -> Decoder:
+    """Return the model of a single CPU rank, whose weights have no memory."""
     cpu = torch.device("cpu")
     torch_dtype = getattr(torch, dtype)
     context = BuildContext(
         select_backend(cpu, torch_dtype), groups_of_one_rank(), torch_dtype, cpu, quantization, has_memory=False
     )
     config = description.model
-    placements = config.place_experts(1)
-    return loading_memory(_build_without_memory(config, placements, context, range(len(config.layers)))).kept
+    return _build_without_memory(config, config.place_experts(1), context, range(len(config.layers)))
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,6 @@ def test_refused_arguments() -> None:
         with pytest.raises(ValueError, match="q4_k"):
             kernels.pack_stored("q4_k", rows, given, num_inputs, first_input=first_input)
     with pytest.raises(ValueError, match="groups of 32"):
-        kernels.packed_bytes("q6_k", 32, 300)
+        kernels.pack_stored("q4_k", rows, panels, 500)
     rows[7, 1] = 0x7C  # the factor is infinite
     assert not kernels.pack_stored("q4_k", rows, panels, 512)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralForCausalLM, PreTrainedModel
 
 from moeserve.errors import CheckpointError, SettingsError
-from moeserve.models.checkpoint import upcycle as upcycle_module
+from moeserve.models.checkpoint import shard_writer
 from moeserve.models.checkpoint.upcycle import upcycle
 from moeserve.models.gguf.file import GgufFile
 
@@ -204,7 +204,7 @@ def test_a_failure_leaves_nothing(dense: Path, tmp_path: Path, monkeypatch: pyte
             raise OSError("no space left on device")
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(upcycle_module, "save_file", write_one_then_fail)
+    monkeypatch.setattr(shard_writer, "save_file", write_one_then_fail)
     with pytest.raises(CheckpointError, match="no space left on device"):
         upcycle(dense, tmp_path / "moe", max_shard_bytes=60_000, show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]

@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 MOSTLY_BF16 = 32  # llama.cpp's numbers of file types
-QUANTISED_TYPES = {"q8_0": 7, "q4_0": 2}
+QUANTISED_TYPES = {"q8_0": 7, "q4_0": 2, "q4_k_m": 15}
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def write(checkpoint: Path, target: Path) -> None:
         raise SystemExit(f"{checkpoint}: model_type {config['model_type']!r} is none of {', '.join(ARCHITECTURES)}")
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
     writer.add_file_type(MOSTLY_BF16)
-    _add_tokenizer(writer, checkpoint / "tokenizer.json")
+    _add_tokenizer(writer, checkpoint / "tokenizer.json", config)
     _add_settings(writer, config, architecture)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, weights in _tensors(checkpoint, config, architecture):
@@ -76,7 +76,7 @@ def quantise(source: Path, target: Path, kind: str) -> None:
         raise SystemExit(f"llama.cpp could not quantise {source} to {kind}; see its messages above")
 
 
-def _add_tokenizer(writer: Any, path: Path) -> None:
+def _add_tokenizer(writer: Any, path: Path, config: dict[str, Any]) -> None:
     if not path.exists():
         writer.add_tokenizer_model("no_vocab")
         return
@@ -88,8 +88,9 @@ def _add_tokenizer(writer: Any, path: Path) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if name in special else gguf.TokenType.NORMAL for name in tokens])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
-    writer.add_bos_token_id(vocabulary["<s>"])
-    writer.add_eos_token_id(vocabulary["</s>"])
+    ends = config["eos_token_id"]
+    writer.add_bos_token_id(vocabulary.get("<s>", config["bos_token_id"]))
+    writer.add_eos_token_id(vocabulary.get("</s>", ends[0] if isinstance(ends, list) else ends))
 
 
 def _add_settings(writer: Any, config: dict[str, Any], architecture: Any) -> None:

@@ -211,7 +211,7 @@ class CompressedSparseAttention(OverTP):
             num_groups * config.group_rank,
             hidden_size,
             context,
-            limits=QuantizationLimits(cuts=(first_column,)),
+            limits=QuantizationLimits(5, (first_column,)),
             chunks=share_inputs(num_inputs, num_input_chunks(config.can_divide), context).chunks,
         )
         self.backend = compressed_attention.make(context.backend, self.shape)

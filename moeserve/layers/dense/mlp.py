@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -36,7 +37,8 @@ class MLP(nn.Module):
         super().__init__()
         self.width = width = share.inputs
         num_inner, limits = width.stop - width.start, QuantizationLimits(cuts=(width.start,))
-        down = Linear(num_inner, hidden_size, context, limits=limits, chunks=share.chunks)
+        down_limits = replace(limits, min_bits=context.down_bits)
+        down = Linear(num_inner, hidden_size, context, limits=down_limits, chunks=share.chunks)
         self.gate_up = Weights(
             products.SINGLE,
             (1, num_parts_of(activation) * num_inner, hidden_size),

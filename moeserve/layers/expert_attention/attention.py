@@ -104,7 +104,7 @@ class ExpertAttention(Network):
             (num_experts, hidden_size, size),
             context,
             has_bias=tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
-            limits=QuantizationLimits(cuts=limits.cuts),
+            limits=QuantizationLimits(5, limits.cuts),
             chunks=share.chunks,
         )
         shape = AttentionShape(

@@ -186,7 +186,7 @@ class Attention(OverTP):
             hidden_size,
             context,
             has_bias=config.has_output_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
-            limits=QuantizationLimits(cuts=(self.heads.start * config.value_size,)),
+            limits=QuantizationLimits(5, (self.heads.start * config.value_size,)),
             chunks=share.chunks,
         )
         self.shape = AttentionShape(

@@ -227,7 +227,7 @@ class LatentAttention(OverTP):
             hidden_size,
             context,
             has_bias=config.has_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
-            limits=QuantizationLimits(cuts=(self.heads.start * config.value_dim,)),
+            limits=QuantizationLimits(5, (self.heads.start * config.value_dim,)),
             chunks=share_inputs(config.num_heads * config.value_dim, num_chunks, context).chunks,
         )
         self.head_gates: Linear | None = None

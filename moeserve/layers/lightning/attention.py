@@ -91,7 +91,7 @@ class LightningAttention(OverTP):
             size,
             hidden_size,
             context,
-            limits=QuantizationLimits(cuts=(first,)),
+            limits=QuantizationLimits(5, (first,)),
             chunks=share.chunks,
         )
 

@@ -128,7 +128,7 @@ class LinearAttention(OverTP):
             value_size,
             hidden_size,
             context,
-            limits=QuantizationLimits(cuts=(first_value,)),
+            limits=QuantizationLimits(5, (first_value,)),
             chunks=share_inputs(
                 config.num_heads * config.value_dim, num_input_chunks(config.can_divide), context
             ).chunks,

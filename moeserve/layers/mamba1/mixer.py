@@ -83,7 +83,7 @@ class MambaMixer(OverTP):
         self.steps = Linear(config.rank, size, exact, has_bias=True, limits=limits)
         self.log_decay = exact.parameter(size, config.state_size)
         self.skip = exact.parameter(size)
-        self.output = Linear(size, hidden_size, context, limits=QuantizationLimits(cuts=(first,)), chunks=share.chunks)
+        self.output = Linear(size, hidden_size, context, limits=QuantizationLimits(5, (first,)), chunks=share.chunks)
         shape = ConvolutionShape(num_channels=size, num_taps=config.num_taps, is_gated=False)
         self.convolve = convolution.make(context.backend, shape)
         self.scan = selective_scan.make(context.backend)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from moeserve.layers.build_context import BuildContext
@@ -41,7 +43,14 @@ class Experts(nn.Module):
         # One rank adds the bias.
         has_down_bias = (has_bias if has_down_bias is None else has_down_bias) and width.start == 0
         kind, limits = products.GROUPED, QuantizationLimits(can_be_mxfp4=True)
-        down = Weights(kind, down_shape, context, has_bias=has_down_bias, limits=limits, chunks=share.chunks)
+        down = Weights(
+            kind,
+            down_shape,
+            context,
+            has_bias=has_down_bias,
+            limits=replace(limits, min_bits=context.down_bits),
+            chunks=share.chunks,
+        )
         self.gate_up = Weights(
             kind, gate_up_shape, context, has_bias=has_bias, activation=activation, limits=limits, feeds=down
         )

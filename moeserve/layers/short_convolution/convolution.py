@@ -75,7 +75,7 @@ class GatedConvolution(OverTP):
             hidden_size,
             context,
             has_bias=config.has_bias and context.tp.rank_in_group == 0,  # outputs are summed: only one rank adds it
-            limits=QuantizationLimits(cuts=(first,)),
+            limits=QuantizationLimits(5, (first,)),
             chunks=share.chunks,
         )
         self.convolve = convolution.make(context.backend, self.shape)

@@ -92,7 +92,7 @@ def fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows) -> N
     assert isinstance(tensor, CodedTensor)
     assert place.owner is not None
     part = (place.part or (slice(0, place.shape[0]),))[: len(place.shape) - 1]
-    unit = _unit_of(tensor, place.owner)
+    unit = _unit_of(tensor.block_inputs, place.owner)
     if not place.owner.fill_stored(place.first_row, tensor.read_codes(read_rows, part, _inputs_of(place), unit)):
         raise CheckpointError(
             f"{tensor.shard}: tensor {tensor.stored_name!r} holds NaN or a scale that is not finite; fetch it again"
@@ -119,7 +119,7 @@ def _stored_rows(
             return ()
         if not isinstance(tensor, CodedTensor) or tensor.packed_format not in weights.stored_formats:
             return f"in {tensor.type_name}"
-        if tensor.shape != place.shape or not _is_aligned(place, tensor, weights):
+        if tensor.shape != place.shape or not is_aligned(place, tensor.block_inputs, weights):
             return "in another order of rows or inputs"
         formats[place.first_row] = math.prod(place.memory.shape[:-1]), tensor.packed_format
     num_weights, num_outputs, _ = weights.shape
@@ -145,18 +145,18 @@ def _stored_rows(
     return tuple(merged)
 
 
-def _is_aligned(place: Destination, tensor: CodedTensor, weights: AnyWeights) -> bool:
+def is_aligned(place: Destination, block_inputs: int, weights: AnyWeights) -> bool:
     """Return True if a destination has whole rows of one weight, and its chunks begin where blocks can be cut."""
     num_outputs, num_inputs = weights.shape[1:]
     num_rows = math.prod(place.memory.shape[:-1])
     is_whole_rows = place.memory.stride()[-2:] == (num_inputs, 1) and place.memory.shape[-1] == num_inputs
     is_in_one = place.first_row // num_outputs == (place.first_row + num_rows - 1) // num_outputs
-    inputs, unit = _inputs_of(place), _unit_of(tensor, weights)
+    inputs, unit = _inputs_of(place), _unit_of(block_inputs, weights)
     is_cut_between = unit % STORED_GROUP == 0 and inputs.start % unit == 0 and num_inputs % unit == 0
     return is_whole_rows and is_in_one and is_cut_between and (place.offset, place.factor) == (0.0, 1.0)
 
 
-def _unit_of(tensor: CodedTensor, weights: AnyWeights) -> int:
+def _unit_of(block_inputs: int, weights: AnyWeights) -> int:
     """Return the number of inputs that packed weights store together."""
     chunks = weights.chunks or InputChunks(weights.shape[2], keeps_float32=False)
-    return math.gcd(tensor.block_inputs, chunks.size)
+    return math.gcd(block_inputs, chunks.size)

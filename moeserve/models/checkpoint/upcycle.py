@@ -10,13 +10,9 @@ Source: "Sparse Upcycling" (arXiv 2212.05055).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +20,24 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models.checkpoint.model_files import find_model
+from moeserve.models.checkpoint.shard_writer import (
+    MAX_SHARD_BYTES,
+    all_or_nothing,
+    check_unused,
+    write_json,
+    write_shards,
+)
 from moeserve.models.dense import DenseCheckpoint, DenseFolder, DenseSpec, check_dense
 from moeserve.models.gguf.file import GgufFile
 from moeserve.progress import progress_bar
 
 UpcycleMode = Literal["replicate", "split"]
 
-MAX_SHARD_BYTES = 10**9
 _DEFAULT_TOP_K = 2
 _EXPERT_WEIGHT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's names of these weights
 
@@ -77,9 +78,7 @@ def upcycle(
     """
     top_k = _checked_top_k(num_experts, top_k, mode)
     out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise CheckpointError(f"{out} exists already and is not an empty folder; remove it or choose another name")
-
+    check_unused(out)
     files = find_model(dense, revision=revision, download_dir=download_dir)
     if files.hub_model is not None:  # refuse a model before its weights are fetched
         check_dense(_open(files.describe(with_headers=True)))
@@ -88,10 +87,11 @@ def upcycle(
     dtype_name = source.config.dtype if dtype == "auto" else dtype
     recipe = _Recipe(num_experts, top_k, mode, getattr(torch, dtype_name), seed)
     try:
-        with _all_or_nothing(out) as folder:
+        with all_or_nothing(out) as folder:
             source.write_companions(folder)  # first, so that an error occurs before the long conversion
-            _write_shards(folder, source, recipe, max_shard_bytes, show_progress=show_progress)
-            _write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
+            with progress_bar("upcycle", total=None, is_shown=show_progress) as progress:
+                write_shards(folder, _mixtral_tensors(source, recipe), progress, max_shard_bytes)
+            write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"writing {out} failed: {error}") from error
 
@@ -180,35 +180,6 @@ def _converted(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return converted
 
 
-def _write_shards(
-    folder: Path, dense: DenseCheckpoint, recipe: _Recipe, max_shard_bytes: int, *, show_progress: bool
-) -> None:
-    """Write the tensors and their index."""
-    shard_of_name: dict[str, str] = {}
-    waiting: dict[str, Tensor] = {}
-    num_waiting_bytes = total_size = 0
-
-    def write_waiting() -> None:
-        path = folder / f"model-{len(set(shard_of_name.values())) + 1:05}.safetensors"
-        save_file(waiting, path, metadata={"format": "pt"})
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner may read
-        shard_of_name.update(dict.fromkeys(waiting, path.name))
-        waiting.clear()
-
-    with progress_bar("upcycle", total=None, is_shown=show_progress) as progress:
-        for name, tensor in _mixtral_tensors(dense, recipe):
-            if waiting and num_waiting_bytes + tensor.nbytes > max_shard_bytes:
-                write_waiting()
-                num_waiting_bytes = 0
-            waiting[name] = tensor
-            num_waiting_bytes += tensor.nbytes
-            total_size += tensor.nbytes
-            progress.update(tensor.nbytes)
-        write_waiting()
-    index = {"metadata": {"total_size": total_size}, "weight_map": shard_of_name}
-    _write_json(folder / "model.safetensors.index.json", index)
-
-
 def _mixtral_config(config: DenseSpec, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
     """Return the values of config.json. All versions of transformers read its names of rotary settings and dtype."""
     values = dataclasses.asdict(config)
@@ -222,21 +193,3 @@ def _mixtral_config(config: DenseSpec, recipe: _Recipe, dtype_name: DtypeName) -
         "hidden_act": "silu",
         "torch_dtype": dtype_name,
     }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _all_or_nothing(out: Path) -> Iterator[Path]:
-    """Provide a folder to write into, which is renamed to `out` on success and removed on failure."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir()
-    try:
-        yield partial
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

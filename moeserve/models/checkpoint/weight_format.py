@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from moeserve.errors import shown
+from moeserve.models.checkpoint import block_tensors
+from moeserve.models.checkpoint.block_tensors import BlockTensor
 from moeserve.models.checkpoint.float4_tensors import FP4_CODES, Fp4Tensor, Mxfp4Part, Mxfp4Tensor
 from moeserve.models.checkpoint.float8_tensors import ScaledTensor
 from moeserve.models.checkpoint.integer_tensors import (
@@ -61,6 +63,14 @@ class Encoding:
         )
 
 
+_BLOCKS = Encoding(
+    "blocks of 4 to 6 bits",
+    BlockTensor.build,
+    {"blocks": block_tensors.BLOCKS},
+    options=tuple(block_tensors.BLOCK_BYTES),
+    tables={"shape": block_tensors.SHAPE},
+    dtypes=("U8",),
+)
 STACKED_MXFP4 = Encoding("mxfp4", Mxfp4Tensor, MXFP4_PARTS)  # gpt-oss: all experts of a layer
 
 
@@ -73,6 +83,7 @@ class WeightFormat:
     is_int4: bool = False  # weights are int4 codes that packed weights can keep
     is_mxfp4: bool = False  # experts are in MXFP4, as in gpt-oss or DeepSeek-V4, or may be (see `experts.py`)
     is_gguf: bool = False  # weights are in GGUF files instead of safetensors
+    has_blocks: bool = False  # weights are in blocks that packed weights can keep, as `moeserve quantize` writes them
     keeps_mxfp4: bool = False  # codes and scales of MXFP4 are loaded without decoding
 
     @property
@@ -162,6 +173,8 @@ def _format_of(quantization: Any) -> WeightFormat | None:
     match quantization:
         case {"quant_method": "gguf"}:  # a folder that `gguf.checkpoint` wrote
             return WeightFormat(is_gguf=True, is_int4=True, is_mxfp4=quantization.get("expert_dtype") == "fp4")
+        case {"quant_method": block_tensors.METHOD}:
+            return WeightFormat((_BLOCKS,), has_blocks=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)
         # Weights that are quantised are recognised by their scales, so lists of those that are not are not needed.

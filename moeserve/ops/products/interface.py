@@ -78,7 +78,7 @@ class OpenWeights:
     chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
     feeds_blocks: bool = False  # the results are read only by another product of weights in 8-bit blocks
     # [e, O, G] float16: a scale for each INT4_GROUP inputs. Weights that are integers times these scales, with fewer
-    # than 16 distinct integers in a group, are packed as int4 without loss. None: packing chooses scales.
+    # than 16 distinct integers in a group, are packed as int4 without loss; no other weights are packed as int4.
     int4_scales_eOG: Tensor | None = None
     stored_rows: tuple[StoredRows, ...] = ()  # the formats in which the weights stay as they are stored; empty: none
 
