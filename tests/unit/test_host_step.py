@@ -24,8 +24,8 @@ def test_operations_of_a_step(kind: str) -> None:
 def test_a_step_that_waits_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = model_runner.sample
 
-    def sample_and_look(*arguments: Any) -> SampledRows:
-        rows = sample(*arguments)
+    def sample_and_look(*arguments: Any, **options: Any) -> SampledRows:
+        rows = sample(*arguments, **options)
         assert rows.tokens_L.tolist()
         return rows
 
