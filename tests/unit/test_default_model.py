@@ -102,12 +102,12 @@ def test_waiting_processes_build_one_model_if_the_first_one_dies(cache: Path, pa
     dying = start(
         packages,
         "import os, signal, time\n"
-        "from moeserve.models.checkpoint import upcycle\n"
+        "from moeserve.models.checkpoint import shard_writer\n"
         "def stop_half_way(tensors, path, metadata):\n"
         "    path.write_bytes(b'half')\n"
         "    print('half way', flush=True)\n"
         "    time.sleep(600)\n"
-        f"upcycle.save_file = stop_half_way\n{CALL}",
+        f"shard_writer.save_file = stop_half_way\n{CALL}",
     )
     assert dying.stdout is not None
     assert dying.stdout.readline() == "half way\n"
