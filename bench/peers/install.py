@@ -1,4 +1,4 @@
-"""Makes the environments of other engines. Complete ones are kept, interrupted ones are made again.
+"""Make the Python environments of other engines. Complete environments are kept; interrupted ones are made again.
 
 Without names, all environments are made. llama.cpp is compiled for this processor, which needs a C++ compiler and about
 ten minutes on two cores; so is `llama-server`, its own server, which also needs cmake and the environment `llama.cpp`.

@@ -255,7 +255,7 @@ void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std
   }
 }
 
-// Return memory in `room` at the beginning of a cache line.
+// Return `num_bytes` of `room`, aligned to a cache line.
 char* aligned_room(std::vector<char>& room, int64_t num_bytes) {
   room.resize(num_bytes + 64);
   return room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64;

@@ -236,7 +236,7 @@ class AsyncLLM:
             RequestError, QueueFullError, EngineError: as for `generate`.
         """
         mode = self.config.texts.logprobs_mode
-        (prompt,), (params,) = requests_of([sequence], [prompt_length], temperature, top_logprobs, mode)
+        (prompt,), (params,), _ = requests_of([sequence], [prompt_length], temperature, top_logprobs, mode)
         async with contextlib.aclosing(self.generate(prompt, params)) as outputs:
             async for output in outputs:
                 last = output

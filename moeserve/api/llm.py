@@ -273,9 +273,8 @@ class LLM:
             RequestError, EngineError: as for `generate`.
         """
         mode = self.config.texts.logprobs_mode
-        prompts, params = requests_of(sequences, prompt_lengths, temperature, top_logprobs, mode)
+        prompts, params, lengths = requests_of(sequences, prompt_lengths, temperature, top_logprobs, mode)
         outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
-        lengths = [prompt_lengths] * len(outputs) if isinstance(prompt_lengths, int) else prompt_lengths
         return [score_of(*each) for each in zip(outputs, lengths, strict=True)]
 
     def beam_search(

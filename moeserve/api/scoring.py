@@ -1,4 +1,4 @@
-"""`score`: the log-probabilities of given sequences, such as finished rollouts."""
+"""The log-probabilities of given sequences, such as finished rollouts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moeserve.sampling_params import SamplingParams
 
 def requests_of(
     sequences: Any, prompt_lengths: Any, temperature: float, top_logprobs: int, mode: LogprobsMode
-) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
-    """Return the prompts and sampling parameters whose outputs contain the scores.
+) -> tuple[list[dict[str, Any]], list[SamplingParams], list[int]]:
+    """Return the prompts and sampling parameters whose outputs contain the scores, and each sequence's prompt length.
 
     Each prompt is a sequence without its last token, which is the output, so a sequence may fill the whole context.
 
@@ -57,7 +57,7 @@ def requests_of(
                 detokenize=False,
             )
         )
-    return prompts, params
+    return prompts, params, list(prompt_lengths)
 
 
 def score_of(output: RequestOutput, prompt_length: int) -> SequenceScore:

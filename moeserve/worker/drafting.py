@@ -95,7 +95,7 @@ class NgramDrafter:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRows:
-    """The rows on which MTP modules run together."""
+    """The inputs of one pass of the MTP modules over the rows of a step."""
 
     inputs: StepInputs
     hidden_TD: Tensor  # input of the first module

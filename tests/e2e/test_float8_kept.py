@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from float8_checkpoints import encoded_and_decoded, write
+from float8_checkpoints import LARGE, encoded_and_decoded, write
 from reference_models import SHAPES, Reference, make_reference
 from safetensors.torch import load_file, save_file
 from test_families import logits_of
@@ -34,24 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
         initializer_range=0.08,
         vocab_size=256,
     ),
-    "deepseek-v3": dict(
-        hidden_size=256,
-        intermediate_size=512,
-        initializer_range=0.08,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=160,
-        kv_lora_rank=64,
-        qk_nope_head_dim=48,
-        qk_rope_head_dim=16,
-        v_head_dim=64,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=160,
-        vocab_size=256,
-    ),
+    "deepseek-v3": LARGE["deepseek-v3"] | dict(q_lora_rank=160, moe_intermediate_size=160, vocab_size=256),
 }
 
 

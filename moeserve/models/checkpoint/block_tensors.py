@@ -25,7 +25,7 @@ BLOCK_BYTES: dict[PackedFormat, int] = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 
 
 def row_bytes(packed_format: PackedFormat, num_inputs: int) -> int:
-    """Return the bytes of a row of blocks."""
+    """Return the size in bytes of a stored row, whose last block may be padded."""
     return -(-num_inputs // BLOCK_INPUTS) * BLOCK_BYTES[packed_format]
 
 
