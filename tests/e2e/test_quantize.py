@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from reference_models import SHAPES, Reference, make_reference
@@ -17,6 +18,7 @@ from moeserve.cli import main
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import registry
+from moeserve.models.checkpoint.packing import weights_of
 from moeserve.ops.native import native_kernels
 from moeserve.worker import importances
 from moeserve.worker.loading import load_model
@@ -56,6 +58,29 @@ def test_a_copy_gives_the_results_of_int4(original: Reference, tmp_path: Path) -
     assert results(original.folder, prompts, dtype="bfloat16") != expected
 
 
+def test_a_copy_has_the_least_errors_by_its_importances(original: Reference, tmp_path: Path) -> None:
+    """The blocks of an output projection are dequantised by the gguf package."""
+    with LLM(original.folder, quantization="int4", dtype="bfloat16") as llm:
+        config = llm.config
+    description, errors = registry.describe(original.folder), []
+    generator = torch.Generator().manual_seed(3)
+    model = load_model(config, groups_of_one_rank(), show_progress=False).model
+    given = {
+        name: torch.rand(weights.shape[0], weights.shape[2], generator=generator) ** 4 + 0.01
+        for name, weights in weights_of(model).items()
+    }
+    (name,) = (each for each in given if each.startswith("registered_layers.1.") and each.endswith("output.weights"))
+    stored = "model.layers.1.self_attn.o_proj.weight"
+    weight_OI = load_file(original.folder / "model.safetensors")[stored].float()
+    for place, measured in enumerate(({}, given)):
+        out = tmp_path / str(place)
+        write_copy(description, config, measured, out, show_progress=False)
+        blocks = load_file(out / "model-00001.safetensors")[f"{stored}_blocks"].numpy()
+        values_OI = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q5_K))[:, : weight_OI.shape[1]]
+        errors.append(((values_OI - weight_OI).square() * given[name]).sum().item())
+    assert errors[1] < 0.95 * errors[0]
+
+
 def test_importances_are_mean_squares_of_inputs(original: Reference) -> None:
     """Those of an output projection as transformers computes its inputs, besides what all importances have added."""
     with LLM(original.folder, dtype="float32") as llm:
@@ -64,14 +89,37 @@ def test_importances_are_mean_squares_of_inputs(original: Reference) -> None:
     texts = original.prompts(300, 200)
     measured = importances.measure(model, hidden_states(model, config, texts))
     squares: list[torch.Tensor] = []
-    module = original.model.model.layers[1].self_attn.o_proj
-    handle = module.register_forward_pre_hook(lambda _, inputs: squares.append(inputs[0].flatten(0, -2).square()))
-    for text in texts:
-        original.model(torch.tensor([text]))
-    handle.remove()
+    chosen: list[torch.Tensor] = []  # the squares of the inputs of each expert, by call
+    layer = original.model.model.layers[1]
+    (experts,) = (module for module in layer.modules() if type(module).__name__ == "MixtralExperts")
+    num_experts = original.model.config.num_local_experts
+
+    def look_at_experts(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        rows_TI, experts_TK = inputs[0].double(), inputs[1]
+        is_chosen_eT = torch.stack([(experts_TK == expert).any(1) for expert in range(num_experts)])
+        chosen.append(torch.cat([is_chosen_eT.double() @ rows_TI.square(), is_chosen_eT.sum(1, keepdim=True)], dim=1))
+
+    handles = [
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda _, inputs: squares.append(inputs[0].flatten(0, -2).square())
+        ),
+        experts.register_forward_pre_hook(look_at_experts),
+    ]
+    with torch.inference_mode():
+        for text in texts:
+            original.model(torch.tensor([text]))
+    for handle in handles:
+        handle.remove()
     mean_I = torch.cat(squares).mean(0)
     (name,) = (each for each in measured if each.startswith("registered_layers.1.") and each.endswith("output.weights"))
     torch.testing.assert_close(measured[name][0], mean_I + 0.01 * mean_I.mean(), rtol=1e-4, atol=1e-9)
+    # Each expert has the mean of its own rows and of 256 that are the mean of all experts' rows.
+    of_experts_eN = torch.stack(chosen).sum(0)
+    sums_eI, counts_e1 = of_experts_eN[:, :-1], of_experts_eN[:, -1:]
+    mean_eI = (sums_eI + 256 * sums_eI.sum(0) / counts_e1.sum()) / (counts_e1 + 256)
+    (name,) = (each for each in measured if each.startswith("registered_layers.1.") and each.endswith("gate_up"))
+    expected_eI = (mean_eI + 0.01 * mean_eI.mean(1, keepdim=True)).float()
+    torch.testing.assert_close(measured[name], expected_eI, rtol=1e-4, atol=1e-9)
     (name,) = (each for each in measured if each.startswith("registered_layers.0.") and each.endswith("experts.down"))
     assert measured[name].shape == (original.model.config.num_local_experts, 512)
     assert len({row.sum().item() for row in measured[name]}) > 1  # each expert has inputs of its own
