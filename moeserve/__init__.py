@@ -16,6 +16,7 @@ from moeserve.errors import (
     ScalingInProgressError,
     SettingsError,
     UnsupportedError,
+    WeightsChangedError,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedError",
+    "WeightsChangedError",
 ]
 
 

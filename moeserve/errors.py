@@ -66,6 +66,10 @@ class EngineError(MoeserveError, RuntimeError):
     """
 
 
+class WeightsChangedError(EngineError, ValueError):
+    """Files of the model have changed since the engine has read them, so its ranks cannot be started again."""
+
+
 class ScaleError(MoeserveError, RuntimeError):
     """The number of replicas was not changed: no new ones could be started, or the engine failed or ended meanwhile."""
 

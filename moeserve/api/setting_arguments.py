@@ -218,8 +218,8 @@ class SettingArguments(TypedDict, total=False):
     integer from 1 to 2**31 - 1; default: 600)."""
     on_failure: Literal["auto", "end", "restart", "shrink"]
     """when a rank has failed; end: all requests end with an error; restart: ranks are started again, and requests
-    continue; shrink: the same with one replica fewer; auto: restart with ray, else end (one of 'auto', 'end',
-    'restart', 'shrink'; default: 'auto')."""
+    continue; shrink: the same with one replica fewer; auto: restart, or end if the rank runs in this process (one
+    of 'auto', 'end', 'restart', 'shrink'; default: 'auto')."""
     debug_collectives: bool
     """check before each collective that all ranks run the same one (True or False; default: False)."""
     # Telemetry

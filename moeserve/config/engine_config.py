@@ -35,6 +35,7 @@ class WeightsConfig:
     ignore_unused_weights: bool
     packed_cache: int  # bytes
     seed: int  # of dummy weights, and of sampling
+    file_hashes: tuple[tuple[str, str], ...]  # of the files that the first ranks have read; empty until then
 
 
 @dataclass(frozen=True, kw_only=True)

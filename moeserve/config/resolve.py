@@ -70,7 +70,7 @@ def resolve_texts(model: ModelSettings, facts: Facts) -> TextConfig:
 def resolve_failure(settings: Settings, layout: ParallelConfig) -> FailureConfig:
     """Return the limits of time, and what follows a failure."""
     parallel = settings.parallel
-    by_default: Literal["end", "restart"] = "restart" if layout.executor == "ray" else "end"
+    by_default: Literal["end", "restart"] = "end" if layout.executor == "uniproc" else "restart"
     on_failure = by_default if parallel.on_failure == "auto" else parallel.on_failure
     debug_rank_state = settings.scheduler.debug_rank_state
     return from_settings(FailureConfig, parallel, on_failure=on_failure, debug_rank_state=debug_rank_state)

@@ -44,6 +44,7 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
         model,
         model_path=facts.checkpoint.path,
         hub_model=None,
+        file_hashes=(),
         model_impl="moeserve" if model.model_impl == "auto" else model.model_impl,
         dtype=dtype,
         quantization=quantization,

@@ -301,7 +301,8 @@ class ParallelSettings:
     on_failure: Literal["auto", "end", "restart", "shrink"] = setting(
         "auto",
         "when a rank has failed; end: all requests end with an error; restart: ranks are started again, and "
-        "requests continue; shrink: the same with one replica fewer; auto: restart with ray, else end",
+        "requests continue; shrink: the same with one replica fewer; auto: restart, or end if the rank runs in this "
+        "process",
     )
     debug_collectives: bool = setting(False, "check before each collective that all ranks run the same one")
 

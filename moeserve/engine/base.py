@@ -14,8 +14,10 @@ import msgspec
 
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.engine_config import EngineConfig
+from moeserve.engine.protocol import Ready
 from moeserve.errors import EngineError, RequestError
 from moeserve.kv.connector import ITEM_FILE_ENDING, FolderTier, HostTier, KVConnector
+from moeserve.models.checkpoint.file_hashes import require_same
 from moeserve.private_folder import secret_of
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.scheduling.replica import Replica
@@ -192,7 +194,8 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
     if store.folder is not None:
         assert config.store.kv_folder is not None, "a rank has opened a folder"
         folder = Path(store.folder)
-        connector = FolderTier(lambda name: (folder / f"{name}{ITEM_FILE_ENDING}").exists())
+        # Unlike Path.exists, this is False for a folder that cannot be read.
+        connector = FolderTier(lambda name: os.path.exists(folder / f"{name}{ITEM_FILE_ENDING}"))
         salt = secret_of("kv_folder", Path(config.store.kv_folder))
     elif store.num_host_places:
         connector = HostTier(store.num_host_places)
@@ -216,6 +219,20 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
             connector,
             [rank.address for rank in loaded if rank.address],
         )
+
+
+def ready_of(loaded: Sequence[Loaded]) -> Ready:
+    """Return the message that a replica has loaded the model.
+
+    Args:
+        loaded: as for `new_scheduler`.
+
+    Raises:
+        WeightsChangedError: files have changed between the starts of two ranks.
+    """
+    for rank in loaded:
+        require_same(loaded[0].file_hashes, rank.file_hashes)
+    return Ready(loaded[0].num_blocks, loaded[0].file_hashes)
 
 
 def new_replica(config: EngineConfig, loaded: Sequence[Loaded], index: int = 0) -> Replica:

@@ -15,8 +15,9 @@ from moeserve.engine.in_flight import RequestsInFlight
 from moeserve.engine.launcher import Launcher, ReplicaHandle
 from moeserve.engine.restart import restart
 from moeserve.engine.scaling import Scaling
-from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError
+from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError, WeightsChangedError
 from moeserve.interrupts import interrupts_allowed
+from moeserve.models.checkpoint.file_hashes import FileHashes
 from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.supervision import ProcessPoll, Watched
 from moeserve.processes.wake_up import WakeUp
@@ -67,6 +68,7 @@ class Engine:
         """
         self.config = config
         self._launcher, self._config_of = launcher, config_of
+        self._file_hashes: FileHashes = ()  # of the model's files; empty until the first generation has read them
         self._run_in_background = run_in_background
         self._ownership = Ownership()
         self._wake_up = WakeUp()
@@ -76,6 +78,7 @@ class Engine:
         self._awaits_load = False  # a requested window has not been received yet
         self._last_message_s = 0.0  # time of the last message, or of the first request if later
         self._failure = ""  # the reason why no processes run; empty while they run
+        self._weights_have_changed = False  # so no processes can be started again
         self._is_shut_down = False
         self._is_ending = False  # restarts are cancelled
         self._scaling: Scaling | None = None  # the last change
@@ -111,7 +114,7 @@ class Engine:
 
     @property
     def refusal(self) -> str:
-        if self._failure and self.config.failure.on_failure == "end" and not self._is_changing_in_place:
+        if self._failure and not self._may_restart and not self._is_changing_in_place:
             return f"the engine has failed and takes no requests; make a new one. The failure: {self._failure}"
         return "the engine was shut down; make a new one" if self._is_shut_down else ""
 
@@ -137,11 +140,7 @@ class Engine:
         self._in_flight.wake_sleepers()
         self._receive()
         while True:
-            if (
-                self._failure
-                and self.config.failure.on_failure != "end"
-                and not (self._is_shut_down or self._is_ending)
-            ):
+            if self._failure and self._may_restart and not (self._is_shut_down or self._is_ending):
                 self._undelivered += self._resume()  # also without requests, so that the next one finds an engine
             if self._undelivered or not self.has_work or self._wake_up.take():
                 break
@@ -196,7 +195,7 @@ class Engine:
                 "would have to listen at once; start the engine with an address without a port"
             )
         self._scaling = Scaling(
-            lambda: Generation(config, self._launcher.start(config)),
+            lambda: self._new_generation(config),
             self._run_in_background,
             self._wake_up.wake,
             num_before=num_before,
@@ -220,12 +219,16 @@ class Engine:
             self._launcher.close()
 
     @property
+    def _may_restart(self) -> bool:
+        return self.config.failure.on_failure != "end" and not self._weights_have_changed
+
+    @property
     def _is_scaling(self) -> bool:
         return self._scaling is not None and not self._scaling.is_over
 
     def _start(self, config: EngineConfig) -> None:
         """Start processes, wait until all replicas have loaded the model, and let them serve."""
-        generation = Generation(config, self._launcher.start(config))
+        generation = self._new_generation(config)
         try:
             generation.wait_until_ready(lambda: self._is_ending)
         except BaseException:
@@ -233,9 +236,15 @@ class Engine:
             raise
         self._let_serve(generation)
 
+    def _new_generation(self, config: EngineConfig) -> Generation:
+        """Start processes that load the files of the model that the first ones have loaded."""
+        config = config.changed(weights={"file_hashes": self._file_hashes})
+        return Generation(config, self._launcher.start(config))
+
     def _let_serve(self, generation: Generation) -> None:
         """Send requests to the replicas of this generation from now on."""
         self._generation, self.config = generation, generation.config
+        self._file_hashes = generation.file_hashes
         self._in_flight.generation = generation
         self._last_message_s = time.monotonic()
         self._watch()
@@ -298,8 +307,13 @@ class Engine:
 
         Raises:
             EngineError: the resources are not available in time.
+            WeightsChangedError: files of the model have changed, so the engine has failed for good.
         """
-        restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
+        try:
+            restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
+        except WeightsChangedError as error:
+            self._weights_have_changed, self._failure = True, str(error)
+            raise
         self._failure = ""
 
     def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
@@ -350,9 +364,7 @@ class Engine:
         self._failure = error
         if self._scaling is not None:
             self._scaling.cancel(error)
-        self._undelivered += self._in_flight.end_after_failure(
-            error, may_resume=self.config.failure.on_failure != "end"
-        )
+        self._undelivered += self._in_flight.end_after_failure(error, may_resume=self._may_restart)
 
     def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
         """Restart, and resend all requests with the tokens that were received. Return final updates of aborted ones.
@@ -400,6 +412,6 @@ class Engine:
 
     def _require_open(self) -> None:
         if self.refusal:
-            raise EngineError(self.refusal)
+            raise (WeightsChangedError if self._weights_have_changed else EngineError)(self.refusal)
         if self._failure:
             raise EngineError(f"the engine has failed, and the next request restarts it. The failure: {self._failure}")

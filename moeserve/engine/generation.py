@@ -12,6 +12,7 @@ from moeserve.engine.base import stats_at_start
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import Ready
 from moeserve.errors import EngineError, MoeserveError
+from moeserve.models.checkpoint.file_hashes import require_same
 from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.supervision import Watched, wait_for_messages
 from moeserve.protocol import ReplicaStats, Shutdown
@@ -40,7 +41,8 @@ class Generation:
         self.config, self.group = config, group
         self.end = weakref.finalize(self, group.end)  # terminates the processes at once
         self.index_of: dict[Watched, int] = {replica: index for index, replica in enumerate(group.replicas)}
-        self.num_blocks = 0  # KV cache blocks of each rank; set once all have loaded, like the next two
+        self.num_blocks = 0  # KV cache blocks of each rank; set once all have loaded, like the next three
+        self.file_hashes = config.weights.file_hashes  # of the checkpoint's files
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
         self._loading = {replica.name: None for replica in group.replicas}
@@ -51,11 +53,13 @@ class Generation:
 
         Raises:
             EngineError: loading takes too long.
+            WeightsChangedError: replicas have read different files.
         """
         for replica in self.group.replicas if self._loading else ():
             for message in replica.receive():
                 if isinstance(message, Ready):  # a replica that is ready may send an empty delivery
-                    self.num_blocks = message.num_blocks
+                    require_same(self.file_hashes or message.file_hashes, message.file_hashes)
+                    self.num_blocks, self.file_hashes = message.num_blocks, message.file_hashes
                     del self._loading[replica.name]
         if self._loading:
             if time.monotonic() >= self._deadline:

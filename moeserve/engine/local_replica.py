@@ -6,10 +6,10 @@ import select
 from typing import ClassVar
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.engine.base import new_replica
+from moeserve.engine.base import new_replica, ready_of
 from moeserve.engine.driver import Driver, StepTimeoutError
 from moeserve.engine.launcher import WorkerGroup
-from moeserve.engine.protocol import FromReplica, Ready
+from moeserve.engine.protocol import FromReplica
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.failures import FailureReport, report_of
@@ -34,7 +34,7 @@ class LocalReplica:
         self.fds = [self.executor.fd]
         self._step_timeout_s = config.failure.step_timeout
         self._inbox: list[ReplicaMessage] = []
-        self._outbox: list[FromReplica] = [Ready(self.executor.loaded[0].num_blocks)]
+        self._outbox: list[FromReplica] = [ready_of(self.executor.loaded)]
         self._reports: list[FailureReport] = []
         self._is_killed = False
         self._driver = Driver(self.replica, self.executor, self._outbox.append, self._step_timeout_s)

@@ -18,6 +18,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Sent by a replica once, when its ranks have loaded the model."""
 
     num_blocks: int  # KV cache blocks, equal on all ranks
+    file_hashes: tuple[tuple[str, str], ...] = ()  # of the checkpoint's files, equal on all ranks
 
 
 FromReplica: TypeAlias = Ready | Delivery

@@ -5,9 +5,8 @@ from __future__ import annotations
 import select
 import time
 
-from moeserve.engine.base import new_replica
+from moeserve.engine.base import new_replica, ready_of
 from moeserve.engine.driver import Driver
-from moeserve.engine.protocol import Ready
 from moeserve.errors import EngineError
 from moeserve.executor.base import Executor
 from moeserve.executor.multiproc import MultiprocExecutor, start_ranks
@@ -43,7 +42,7 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
     """
     config = start.config
     replica = new_replica(config, executor.loaded, start.dp_index)
-    channel.send(Ready(executor.loaded[0].num_blocks))
+    channel.send(ready_of(executor.loaded))
     client = ClientConnection(channel, config.schedule.max_concurrent_batches)
     drive(replica, client, executor, config.failure.step_timeout)
 

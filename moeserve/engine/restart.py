@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.errors import EngineError
+from moeserve.errors import EngineError, WeightsChangedError
 from moeserve.interrupts import interrupts_allowed
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ def restart(
 
     Raises:
         EngineError: the resources are not available in time, or the restart was cancelled.
+        WeightsChangedError: other attempts would find the same changed files.
     """
     deadline = time.monotonic() + SECONDS_TO_RESTART
     first_failure_s: float | None = None  # time of the first failure of this size
@@ -41,6 +42,8 @@ def restart(
             with interrupts_allowed():
                 start(config)
             return
+        except WeightsChangedError:
+            raise
         except (EngineError, ValueError, OSError) as error:  # a node that rejoins may be incomplete for a while
             now = time.monotonic()
             if now > deadline or is_cancelled():

@@ -18,6 +18,12 @@ FORWARDING_FILES = (
     os.path.join("torch", "utils", "_contextlib.py"),
 )
 
+# Meanings of signals that the system sends for something that a user can change.
+MEANINGS = {
+    "SIGBUS": "a file that the process had mapped was cut short or cannot be read, such as the model's, or the disk or "
+    "/dev/shm is full"
+}
+
 
 class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of a failed process."""
@@ -67,9 +73,10 @@ def shown_status(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     try:
-        return f"killed by {signal.Signals(-status).name}"
+        name = signal.Signals(-status).name
     except ValueError:
         return f"killed by signal {-status}"
+    return f"killed by {name}" + (f" ({MEANINGS[name]})" if name in MEANINGS else "")
 
 
 def _short_traceback(error: BaseException) -> str:

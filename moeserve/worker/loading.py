@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import resource_limits, shown_bytes
 from moeserve.models import registry
+from moeserve.models.checkpoint.file_hashes import FileHashes, hash_files, require_same
 from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
@@ -42,7 +43,7 @@ from moeserve.worker.room import require_room
 
 logger = logging.getLogger(__name__)
 
-STORED_ITEMS_VERSION = 4  # version of the format of KV cache items in folders
+STORED_ITEMS_VERSION = 5  # version of the format of KV cache items in folders
 
 MIN_CACHED_BYTES = 64 * 2**20  # smaller weights of a rank are loaded about as fast from the checkpoint
 
@@ -53,6 +54,7 @@ class LoadedModel:
 
     model: RankModel
     mapped_bytes: int = 0  # size of weights that are mapped from a file
+    file_hashes: FileHashes = ()  # of the checkpoint's files; empty for random weights
 
 
 def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> LoadedModel:
@@ -81,13 +83,16 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if weights.model_impl == "transformers":
         from moeserve.models.transformers_model import TransformersModel
 
+        found = _hash_files(config, Path(weights.model_path).glob("*.safetensors"))
         foreign = TransformersModel(Path(weights.model_path), description.model, placements, dispatchers, context)
         require_room(config, foreign.cache_needs, free_bytes(config))
-        return LoadedModel(foreign)
+        return LoadedModel(foreign, file_hashes=found)
     stage = config.parallel.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
     model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     checkpoint = None if weights.load_format == "dummy" else _open_checkpoint(config, description)
+    file_hashes: FileHashes = ()
     if checkpoint is not None:
+        file_hashes = _hash_files(config, (tensor.shard for tensor in checkpoint.tensors.values()))
         _choose_packing(config, description, checkpoint, model)
     memory = loading_memory(model, fills_all_first=weights.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
@@ -103,7 +108,19 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         packer.finish()
         return LoadedModel(model.eval())
     mapped_bytes = _load(config, description, checkpoint, model, placements, memory.kept, show_progress=show_progress)
-    return LoadedModel(model.eval(), mapped_bytes)
+    return LoadedModel(model.eval(), mapped_bytes, file_hashes)
+
+
+def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
+    """Return the hashes of the checkpoint's files.
+
+    Raises:
+        WeightsChangedError: they are not those of the files that the engine's first ranks have read.
+    """
+    files = {Path(config.weights.model_path) / "config.json", *shards}
+    found = hash_files(files, are_copies=config.parallel.executor == "ray")
+    require_same(config.weights.file_hashes or found, found)
+    return found
 
 
 def _load(

@@ -75,6 +75,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     store: StoreFacts = StoreFacts()
     address: str = ""  # "host:port" at which other engines can read its KV cache items; empty: they cannot
     other_groups: list[GroupFacts] = []  # cache groups after the first; the same on all ranks
+    file_hashes: tuple[tuple[str, str], ...] = ()  # of the checkpoint's files; see `hash_files`
 
 
 FromRank: TypeAlias = Loaded | RoundResult | TransferResult

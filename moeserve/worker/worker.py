@@ -124,7 +124,8 @@ class Worker:
         self._sender, self._receiver = self._open_to_peers(config, model, items)
         self._transfers: Transfers | None = None  # set by `start_transfers`
         address = self._sender.address if self._sender else ""
-        self.facts = Loaded(self.num_blocks, store_facts, address, self._other_groups(config, model))
+        other_groups = self._other_groups(config, model)
+        self.facts = Loaded(self.num_blocks, store_facts, address, other_groups, loaded.file_hashes)
         self.runner = ModelRunner(
             model,
             context,

@@ -73,7 +73,7 @@ def test_a_killed_rank_ends_the_requests_and_is_named(
     for name, value in other_system.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     other_system.pretend(monkeypatch)
-    with LLM(reference.folder, tensor_parallel_size=2, **SETTINGS) as llm:
+    with LLM(reference.folder, tensor_parallel_size=2, on_failure="end", **SETTINGS) as llm:
         processes = living_ranks()
         stream = llm.stream(reference.prompts(5)[0], SamplingParams(temperature=0, max_tokens=200))
         next(stream)

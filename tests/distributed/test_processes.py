@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from moeserve.errors import CheckpointError, EngineError
-from moeserve.processes.failures import FailureReport, as_error, root_cause
+from moeserve.processes.failures import MEANINGS, FailureReport, as_error, root_cause
 from moeserve.processes.fork_server import ForkedProcess
 from moeserve.processes.local import SpawnedProcess, start_process
 from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
@@ -117,6 +117,7 @@ def test_a_message_that_the_search_for_failures_has_read_ends_a_wait_once(start:
         ("raise", {"kind": "user"}, "the message", "CheckpointError"),
         ("raise", {"kind": "consequence"}, "the message", "DistributedError"),
         ("kill", {"signal": "SIGKILL"}, "killed by SIGKILL", None),
+        ("kill", {"signal": "SIGBUS"}, f"killed by SIGBUS ({MEANINGS['SIGBUS']})", None),
         ("exit", {"status": 3}, "ended with exit status 3", None),
         ("exit", {"status": 0}, "ended with exit status 0", None),
     ],

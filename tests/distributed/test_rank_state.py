@@ -23,7 +23,7 @@ def test_a_rank_whose_table_differs_is_named(plain: Reference, monkeypatch: pyte
     prompts = plain.prompts(9, 20, 17, 30, 5, 11)
     message = f"RankStateError: rank {fault[0]}: slot 1 .*after step"
     with (
-        LLM(plain.folder, debug_rank_state=True, **layout, **SETTINGS) as llm,
+        LLM(plain.folder, debug_rank_state=True, on_failure="end", **layout, **SETTINGS) as llm,
         pytest.raises(EngineError, match=message),
     ):
         llm.generate(prompts, PARAMS)

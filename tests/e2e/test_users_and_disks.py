@@ -71,3 +71,50 @@ def test_a_default_model_that_cannot_be_written(tmp_path: Path, options: str, ca
     assert "Traceback" not in run.stderr
     assert cause in run.stderr.splitlines()[-1]
     assert str(tmp_path) in run.stderr.splitlines()[-1]
+
+
+PROGRAM = """
+import random, sys
+from moeserve import LLM, SamplingParams
+from moeserve.kv.load_rates import LoadRates
+
+LoadRates.pays = lambda _: True  # load although computing a tiny model may be faster
+folder, model = sys.argv[1:]
+chance, params = random.Random(0), SamplingParams(temperature=0, max_tokens=4)
+prompts = [[chance.randrange(250) for _ in range(200)] for _ in range(300)]
+settings = dict(dtype="float32", max_model_len=256, max_num_seqs=4, num_threads=1, kv_cache_memory="512KiB")
+
+
+def tokens(llm, prompts):
+    outputs = [llm.generate([each], params, use_tqdm=False)[0] for each in prompts]
+    return [each.outputs[0].token_ids for each in outputs], sum(each.num_cached_tokens > 0 for each in outputs)
+
+
+with LLM(model, **settings) as llm:
+    expected, _ = tokens(llm, prompts)
+with LLM(model, kv_folder=folder, **settings) as llm:
+    assert tokens(llm, prompts)[0] == expected
+with LLM(model, kv_folder=folder, **settings) as llm:  # the last prompts replaced the first ones
+    found, num_found = tokens(llm, prompts[-8:])
+    assert found == expected[-8:]
+    print("found", num_found)
+"""
+
+
+@pytest.mark.slow
+def test_the_newest_prefixes_replace_the_oldest_ones_on_a_full_disk(folder: Path, tmp_path: Path) -> None:
+    """The limit of the folder is larger than the disk."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare")
+    command = f'mount -t tmpfs -o size=1m,mode=700 none {tmp_path} && exec "$0" "$@"'
+    run = subprocess.run(
+        [*IN_NAMESPACE.split(), "sh", "-c", command, sys.executable, "-c", PROGRAM, str(tmp_path), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    if "unshare:" in run.stderr or "mount:" in run.stderr:
+        pytest.skip(run.stderr)
+    assert run.returncode == 0, run.stderr
+    assert "No space left on device" in run.stderr
+    assert int(run.stdout.split()[1]) > 4

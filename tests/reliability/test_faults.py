@@ -34,7 +34,12 @@ from moeserve.processes import local
 pytestmark = pytest.mark.ranks
 
 SETTINGS: dict[str, Any] = dict(
-    kv_cache_memory="8MiB", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, dtype="float32"
+    kv_cache_memory="8MiB",
+    max_model_len=256,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    dtype="float32",
+    on_failure="end",  # so that each request ends with the error; continued ones are in test_resume.py
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=200)

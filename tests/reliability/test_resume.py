@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_processes import living_ranks
 from reference_models import Reference
+from safetensors.torch import load_file, save_file
 
-from moeserve import LLM, SamplingParams
+from moeserve import LLM, EngineError, SamplingParams, ScaleError, WeightsChangedError
 
 pytestmark = pytest.mark.ranks
 
 NUM_TOKENS = 60
+SETTINGS: dict[str, Any] = dict(dtype="float32", max_model_len=256, kv_cache_memory="8MiB", max_num_seqs=8)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2dp2": dict(tensor_parallel_size=2, data_parallel_size=2, on_failure="restart"),
-    "pp2dp2": dict(pipeline_parallel_size=2, data_parallel_size=2, on_failure="restart"),
+    "tp2dp2": dict(tensor_parallel_size=2, data_parallel_size=2),
+    "pp2dp2": dict(pipeline_parallel_size=2, data_parallel_size=2),
     "ray": dict(executor="ray", data_parallel_size=2, num_threads=1, debug_rank_state=True),
 }
 SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -32,10 +36,9 @@ SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 def llm(request: pytest.FixtureRequest, reference_named: Callable[[str], Reference]) -> Iterator[LLM]:
     if request.param == "ray":
         pytest.importorskip("ray")
-    settings: dict[str, Any] = dict(dtype="float32", max_model_len=256, kv_cache_memory="8MiB", max_num_seqs=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")  # other tests may have started a cluster of several hosts
-        with LLM(reference_named("mixtral").folder, **LAYOUTS[request.param], **settings) as llm:
+        with LLM(reference_named("mixtral").folder, **LAYOUTS[request.param], **SETTINGS) as llm:
             yield llm
 
 
@@ -68,3 +71,44 @@ def test_requests_survive_killed_ranks(
         if name.startswith("rank "):  # not an actor
             assert f"{name} (replica" in caplog.messages[-1], caplog.messages
             assert ("stage" in caplog.messages[-1]) == (len(llm.config.parallel.pipeline_layers) > 1)
+
+
+def replace_weights(folder: Path, *, same_size_and_time: bool) -> None:
+    """Replace a checkpoint's weights by others, as a copy of another model into its folder does."""
+    path = folder / "model.safetensors"
+    status, tensors = path.stat(), load_file(path)
+    save_file({name: -tensor for name, tensor in tensors.items()}, folder / "new", {"format": "pt"})
+    if same_size_and_time:
+        os.utime(folder / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.replace(folder / "new", path)
+
+
+@pytest.mark.parametrize(
+    ("same_size_and_time", "executor"),
+    [(False, "mp"), (True, "mp"), pytest.param(False, "ray", marks=SOAK)],
+)
+def test_replaced_weights_are_never_served(
+    reference_named: Callable[[str], Reference], tmp_path: Path, same_size_and_time: bool, executor: str
+) -> None:
+    """Neither by more replicas nor after a failure. The requests end with an error that names the file."""
+    reference = reference_named("mixtral")
+    shutil.copytree(reference.folder, tmp_path / "model")
+    (prompt,) = reference.prompts(9)
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LLM(tmp_path / "model", executor=executor, num_threads=1, **SETTINGS) as llm,
+    ):
+        patch.setenv("RAY_ADDRESS", "local")
+        replace_weights(tmp_path / "model", same_size_and_time=same_size_and_time)
+        with pytest.raises(ScaleError, match=r"model\.safetensors"):
+            llm.scale(2)
+        (output,) = llm.generate([prompt], greedy, use_tqdm=False)
+        assert [output.outputs[0].token_ids] == reference.continuations([prompt], 8)
+        stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        next(stream)
+        living_ranks()[0].kill()
+        with pytest.raises(EngineError, match=r"model\.safetensors"):
+            list(stream)
+        with pytest.raises(WeightsChangedError, match=r"model\.safetensors"):
+            llm.generate([prompt], greedy)
