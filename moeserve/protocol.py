@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.cache_kind import CacheKind
+from moeserve.controls import Control, ControlResult
 from moeserve.outputs import FinishReason
 from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
@@ -296,7 +297,7 @@ class CollectLoad(msgspec.Struct, frozen=True, tag="collect-load"):
     """Message to the first replica: collect the expert loads of all ranks now."""
 
 
-ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | CollectLoad | Shutdown
+ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | CollectLoad | Control | Shutdown
 
 
 class SpeculationTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,9 +341,10 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
-    """A message of a replica: updates of requests, its load, and, from the first replica, expert loads."""
+    """A message of a replica: updates of requests, its load, ended controls; from the first one also expert loads."""
 
     updates: list[RequestUpdate]
     stats: ReplicaStats
     load: LoadWindow | None = None
     answers: bool = False  # `load` answers a CollectLoad
+    controls: list[ControlResult] = []  # controls that have run

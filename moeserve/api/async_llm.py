@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moeserve.api import vllm_calls
 from moeserve.api.engine_thread import EngineThread
 from moeserve.api.prompts import Params, Prompt, chat_prompt
+from moeserve.api.rollouts import AsyncRollouts
 from moeserve.api.scoring import requests_of, score_of
 from moeserve.api.session import Session
 from moeserve.api.signatures import lists_settings
@@ -38,7 +39,7 @@ NUM_GRAMMAR_THREADS = 4  # requests whose grammars are compiled at the same time
 SWITCH_SECONDS = 5e-4
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncRollouts):
     """A model that many asyncio tasks use at once. Their requests share every engine step.
 
         llm = AsyncLLM("path/to/Mixtral")

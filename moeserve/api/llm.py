@@ -17,6 +17,7 @@ from moeserve.api.llm_engine import LLMEngine
 from moeserve.api.metrics import Metric, metrics_of
 from moeserve.api.profiler import Profiler
 from moeserve.api.prompts import Params, Prompt, Prompts, chat_prompt
+from moeserve.api.rollouts import Rollouts
 from moeserve.api.scoring import requests_of, score_of
 from moeserve.api.signatures import lists_settings
 from moeserve.api.startup import start_engine, tokenizer_of
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from moeserve.api.setting_arguments import SettingArguments
 
 
-class LLM:
+class LLM(Rollouts):
     """A loaded model, ready to generate text.
 
         with LLM("path/to/Mixtral") as llm:

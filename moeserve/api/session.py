@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
 from moeserve.api.prompts import EncodedPrompt, Params, Prompts
+from moeserve.controls import Command, ControlResult
 from moeserve.engine.base import EngineClient
 from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
 from moeserve.interrupts import interrupts_allowed, interrupts_deferred
@@ -220,6 +221,11 @@ class Session:
         """Start to change the number of replicas; see `Engine.scale`. Polling advances the change."""
         with self._exclusive_soon():
             return self.engine.scale(data_parallel_size)
+
+    def control(self, command: Command) -> Future[ControlResult]:
+        """Start to run a command between two steps; see `EngineClient.control`. Polling advances it."""
+        with self._exclusive_soon():
+            return self.engine.control(command)
 
     def shutdown(self) -> None:
         """End all requests and shut down the engine. May be called twice."""

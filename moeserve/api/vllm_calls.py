@@ -14,7 +14,7 @@ NAMES = {
     "set_tokenizer": "name the tokenizer's folder when the engine is made: LLM(tokenizer=...)",
     **dict.fromkeys(("start_profile", "stop_profile"), "use LLM.start_profile, or a profiler of processes"),
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), "LoRA is not supported; merge the adapter"),
-    **dict.fromkeys(("pause_generation", "resume_generation"), "abort the requests, and submit them again later"),
+    **dict.fromkeys(("pause_generation", "resume_generation"), "use pause and resume"),
     "update_weights": "make a new engine with the new checkpoint",
     "preprocess_chat": "use chat_prompt",
     **dict.fromkeys(

@@ -36,6 +36,7 @@ class WeightsConfig:
     packed_cache: int  # bytes
     seed: int  # of dummy weights, and of sampling
     file_hashes: tuple[tuple[str, str], ...]  # of the files that the first ranks have read; empty until then
+    rl: bool  # a trainer may update the weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,6 +109,10 @@ class ModelSettings:
     override_generation_config: dict[str, Any] | None = setting(
         None, 'sampling parameters that replace these defaults, such as {"temperature": 0.5}'
     )
+    rl: bool = setting(
+        False,
+        "let a trainer update the weights (docs/rl.md); moeserve serve then has its routes, which need --admin-key",
+    )
     logprobs_mode: LogprobsMode = setting(
         "raw_logprobs",
         "what logprobs and prompt_logprobs return; raw: the model's; processed: those with which a token is "

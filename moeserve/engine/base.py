@@ -14,6 +14,7 @@ import msgspec
 
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.engine_config import EngineConfig
+from moeserve.controls import Command, ControlResult
 from moeserve.engine.protocol import Ready
 from moeserve.errors import EngineError, RequestError
 from moeserve.kv.connector import ITEM_FILE_ENDING, FolderTier, HostTier, KVConnector
@@ -64,7 +65,7 @@ class EngineClient(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, or its end has not been returned yet, or the number of replicas changes."""
+        """True if a request or control has not ended, an end was not returned yet, or a change of replicas runs."""
         ...
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
@@ -99,6 +100,22 @@ class EngineClient(Protocol):
 
     def cancel_restart(self) -> None:
         """Make a restart after a failure fail soon, because the engine is to shut down. Any thread may call this."""
+        ...
+
+    @property
+    def is_paused(self) -> bool:
+        """True from the end of a `Pause` to the end of a `Resume`."""
+        ...
+
+    def control(self, command: Command) -> Future[ControlResult]:
+        """Start to run a command on all replicas, between two steps. Calls of `step` advance it.
+
+        Returns:
+            A future with the result. Its exception is an EngineError if the engine fails or ends before.
+
+        Raises:
+            EngineError: the engine was shut down, or has failed.
+        """
         ...
 
     def collect_load(self) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from moeserve.config.engine_config import EngineConfig
+from moeserve.controls import Command, ControlResult
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
+from moeserve.engine.controls import Controls
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
 from moeserve.engine.in_flight import RequestsInFlight
 from moeserve.engine.launcher import Launcher, ReplicaHandle
@@ -75,6 +77,7 @@ class Engine:
         self._undelivered: list[RequestUpdate] = []  # received, but not yet returned by `step`
         self._loads: list[LoadWindow] = []  # not yet returned by `take_loads`
         self._in_flight = RequestsInFlight()
+        self._controls = Controls()
         self._awaits_load = False  # a requested window has not been received yet
         self._last_message_s = 0.0  # time of the last message, or of the first request if later
         self._failure = ""  # the reason why no processes run; empty while they run
@@ -93,7 +96,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._undelivered or self._is_scaling)
+        has_controls = self._controls.is_running or self._controls.has_ended
+        return bool(self._in_flight or self._undelivered or self._is_scaling or has_controls)
 
     @property
     def num_blocks(self) -> int:
@@ -131,18 +135,29 @@ class Engine:
             self._last_message_s = time.monotonic()
         self._in_flight.send(request, samples)
 
+    @property
+    def is_paused(self) -> bool:
+        return self._controls.is_paused
+
+    def control(self, command: Command) -> Future[ControlResult]:
+        self._require_serving()
+        self._last_message_s = time.monotonic()
+        return self._controls.run(command)
+
     def abort(self, request_id: str) -> None:
         self._ownership.require()
         self._in_flight.abort(request_id)
 
     def step(self) -> list[RequestUpdate]:
         self._ownership.require()
+        has_finished = self._controls.finish()
         self._in_flight.wake_sleepers()
         self._receive()
         while True:
             if self._failure and self._may_restart and not (self._is_shut_down or self._is_ending):
                 self._undelivered += self._resume()  # also without requests, so that the next one finds an engine
-            if self._undelivered or not self.has_work or self._wake_up.take():
+            is_due = self._undelivered or has_finished or self._controls.has_ended
+            if is_due or not self.has_work or self._wake_up.take():
                 break
             self._receive(self._longest_wait_s)
         updates, self._undelivered = self._undelivered, []
@@ -207,6 +222,8 @@ class Engine:
             return
         self._is_shut_down = True
         self._undelivered += self._in_flight.end_all(error=None)
+        self._controls.finish()
+        self._controls.fail("the engine was shut down")
         if self._scaling is not None:
             self._scaling.cancel("the engine was shut down")
         if not self._failure:
@@ -246,6 +263,7 @@ class Engine:
         self._generation, self.config = generation, generation.config
         self._file_hashes = generation.file_hashes
         self._in_flight.generation = generation
+        self._controls.begin(generation.group.replicas)
         self._last_message_s = time.monotonic()
         self._watch()
         if self._awaits_load:
@@ -269,7 +287,7 @@ class Engine:
         new, old = self._scaling.advance(), self._generation
         if new is not None:
             self._let_serve(new)
-            self._undelivered += self._in_flight.continue_all()
+            self._undelivered += self._continue_all()
             self._scaling.retire(old)
             logger.info("the engine has %d replica(s) now, instead of %d", len(new.index_of), len(old.index_of))
         elif self._scaling.loading is not self._watched_loading:
@@ -286,7 +304,7 @@ class Engine:
             with interrupts_allowed():
                 self._start(config)
             self._failure = ""
-            self._undelivered += self._in_flight.continue_all()
+            self._undelivered += self._continue_all()
             done.set_result(None)
         except (EngineError, ValueError, OSError) as error:
             self._failure = f"the number of replicas stays {running.parallel.data_parallel_size}: {error}"
@@ -346,7 +364,8 @@ class Engine:
             self._undelivered += [] if only_failures else self._received(ready)
             self._advance_scaling()
             group = self._generation.group
-            silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
+            is_busy = self._controls.is_running or (self._in_flight and not self._controls.is_paused)
+            silent_s = time.monotonic() - self._last_message_s if is_busy else 0.0
             has_failed = any(process in self._serving and process.failures() for process in ready)
             is_silent = silent_s > MOST_SILENT_STEPS * self.config.failure.step_timeout
             if has_failed or (is_silent and not group.reports_hangs and not only_failures):
@@ -362,6 +381,8 @@ class Engine:
     def _fail(self, error: str) -> None:
         """End the requests that cannot be resumed after a failure of the engine."""
         self._failure = error
+        if not self._may_restart:
+            self._controls.fail(error)
         if self._scaling is not None:
             self._scaling.cancel(error)
         self._undelivered += self._in_flight.end_after_failure(error, may_resume=self._may_restart)
@@ -377,8 +398,15 @@ class Engine:
             self._restart(config or self._config_after_failure(self.config))
         except EngineError as error:
             self._failure = str(error)
+            self._controls.fail(self._failure)
             return self._in_flight.end_all(error=self._failure)
-        return self._in_flight.continue_all()
+        return self._continue_all()
+
+    def _continue_all(self) -> list[RequestUpdate]:
+        """Continue requests and controls on new replicas. Return final updates of requests that were aborted."""
+        updates = self._in_flight.continue_all()
+        self._controls.resend()
+        return updates
 
     def _received(self, ready: Iterable[Watched]) -> list[RequestUpdate]:
         """Return the updates sent by these members of worker groups."""
@@ -389,11 +417,15 @@ class Engine:
                 continue
             for message in self._generation.group.replicas[index].receive():
                 assert isinstance(message, Delivery), message
-                self._last_message_s = time.monotonic()
+                # Replicas that wait for another one to announce a control send messages too, but run no steps.
+                has_run = message.stats.steps != self.replica_stats[index].steps
+                if has_run or message.updates or message.controls or not self._controls.is_running:
+                    self._last_message_s = time.monotonic()
                 self.replica_stats[index] = message.stats
                 self._generation.router.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
                 self._awaits_load &= not message.answers
+                self._controls.note(index, message.controls)
                 updates += self._in_flight.live_updates(message.updates)
         return updates
 
@@ -408,6 +440,7 @@ class Engine:
         if self._failure and not self.refusal:
             self._awaits_load = False  # the waiting call has raised
             self._restart(self._config_after_failure(self.config))
+            self._controls.resend()
         self._require_open()
 
     def _require_open(self) -> None:

@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from moeserve.controls import ControlResult
 from moeserve.engine.base import EngineClient
 from moeserve.engine.protocol import (
+    ControlRan,
     Drain,
     EngineState,
     FromHub,
@@ -23,6 +25,7 @@ from moeserve.engine.protocol import (
     Listening,
     Load,
     Note,
+    RunControl,
     Scale,
     Scaled,
     Starting,
@@ -67,7 +70,7 @@ class EngineHub:
         self._processes: dict[int, WatchedProcess[ToHub]] = {}  # running processes by index
         self._num_started = 0
         self._in_flight: dict[str, None] = {}  # requests that have not ended
-        self._for_engine: deque[AddRequest | AbortRequest | Scale] = deque()
+        self._for_engine: deque[AddRequest | AbortRequest | Scale | RunControl] = deque()
         self._has_messages = threading.Event()
         self._has_ended = threading.Event()
         self._listener_wake_up = WakeUp()
@@ -121,12 +124,15 @@ class EngineHub:
             self._has_messages.wait(SECONDS_BETWEEN_CHECKS)
         self._has_messages.clear()
 
-    def _pass_on(self, message: AddRequest | AbortRequest | Scale) -> None:
+    def _pass_on(self, message: AddRequest | AbortRequest | Scale | RunControl) -> None:
         if isinstance(message, AbortRequest):
             self._engine.abort(message.request_id)
             return
         if isinstance(message, Scale):
             self._scale(message)
+            return
+        if isinstance(message, RunControl):
+            self._run_control(message)
             return
         names = [each.request_id for each in message.requests]
         try:
@@ -147,6 +153,17 @@ class EngineHub:
             self._send_to(message.sender, Scaled() if error is None else Scaled(str(error), type(error).__name__))
 
         change.add_done_callback(answer)
+
+    def _run_control(self, message: RunControl) -> None:
+        def answer(ended: Future[ControlResult]) -> None:
+            error, is_paused = ended.exception(), self._engine.is_paused
+            result = ended.result() if error is None else None
+            self._send_to(message.sender, ControlRan(message.ticket, is_paused, result, str(error or "")))
+
+        try:
+            self._engine.control(message.command).add_done_callback(answer)
+        except EngineError as error:
+            self._send_to(message.sender, ControlRan(message.ticket, self._engine.is_paused, error=str(error)))
 
     def _send(self, updates: Sequence[RequestUpdate]) -> None:
         by_process: dict[int, list[RequestUpdate]] = {}
@@ -277,6 +294,7 @@ class EngineHub:
                 has_failed=engine.has_failed,
                 replica_stats=list(engine.replica_stats),
                 num_blocks=engine.num_blocks,
+                is_paused=engine.is_paused,
             )
             self._state_sent_s = now
             if self._state != last:

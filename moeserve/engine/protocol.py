@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.config.engine_config import EngineConfig
+from moeserve.controls import Command, ControlResult
 from moeserve.protocol import AbortRequest, AddRequest, Delivery, ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -45,6 +46,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     has_failed: bool
     replica_stats: list[ReplicaStats]
     num_blocks: int
+    is_paused: bool
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -74,6 +76,23 @@ class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
     kind: str = ""  # class name of the error
 
 
+class RunControl(msgspec.Struct, frozen=True, tag="run-control"):
+    """Sent by a process that shares an engine, to run a command on all replicas."""
+
+    sender: int
+    ticket: int  # number of this message among those of the sender
+    command: Command
+
+
+class ControlRan(msgspec.Struct, frozen=True, tag="control-ran"):
+    """The answer to `RunControl`, sent when the command has run."""
+
+    ticket: int
+    is_paused: bool
+    result: ControlResult | None = None  # None: an error
+    error: str = ""
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Sent to all processes that share an engine: exit after the requests in flight."""
 
@@ -92,5 +111,5 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The last message of a process that shares an engine."""
 
 
-FromHub: TypeAlias = Updates | EngineState | Load | Note | Scaled | Drain
-ToHub: TypeAlias = AddRequest | AbortRequest | Note | Scale | Starting | Listening | Leave
+FromHub: TypeAlias = Updates | EngineState | Load | Note | Scaled | ControlRan | Drain
+ToHub: TypeAlias = AddRequest | AbortRequest | Note | Scale | RunControl | Starting | Listening | Leave

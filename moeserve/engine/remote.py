@@ -8,8 +8,10 @@ from concurrent.futures import Future
 
 import msgspec
 
+from moeserve.controls import Command, ControlResult
 from moeserve.engine.base import require_encodable, require_new, stats_at_start
 from moeserve.engine.protocol import (
+    ControlRan,
     Drain,
     EngineState,
     FromHub,
@@ -17,6 +19,7 @@ from moeserve.engine.protocol import (
     Listening,
     Load,
     Note,
+    RunControl,
     Scale,
     Scaled,
     SharedEngine,
@@ -52,6 +55,7 @@ class RemoteEngine:
             stats_at_start(engine.num_blocks)
         ] * self.config.parallel.data_parallel_size
         self.has_failed = False
+        self.is_paused = False
         self.notes: dict[int, bytes] = {}  # the last note of each other process
         self._refusal = ""
         self._index = engine.index
@@ -62,11 +66,13 @@ class RemoteEngine:
         self._undelivered: list[RequestUpdate] = []  # received, but not yet returned by `step`
         self._loads: list[LoadWindow] = []  # not yet returned by `take_loads`
         self._change: Future[None] | None = None  # the pending change of the number of replicas
+        self._controls: dict[int, Future[ControlResult]] = {}  # controls that have not ended, by ticket
+        self._num_controls = 0
         self._is_shut_down = False
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._undelivered or self._change)
+        return bool(self._in_flight or self._undelivered or self._change or self._controls)
 
     @property
     def refusal(self) -> str:
@@ -120,6 +126,16 @@ class RemoteEngine:
         self._channel.send(Scale(self._index, data_parallel_size))
         return self._change
 
+    def control(self, command: Command) -> Future[ControlResult]:
+        if self.refusal:
+            raise EngineError(self.refusal)
+        ended: Future[ControlResult] = Future()
+        ended.set_running_or_notify_cancel()
+        self._num_controls += 1
+        self._controls[self._num_controls] = ended
+        self._channel.send(RunControl(self._index, self._num_controls, command))
+        return ended
+
     def send_note(self, body: bytes) -> None:
         """Send a note to all other processes. Any thread may call this."""
         self._channel.send(Note(self._index, body))
@@ -136,6 +152,9 @@ class RemoteEngine:
                 self._undelivered.append(RequestUpdate(request_id=request_id, finish_reason="abort"))
             self._in_flight.clear()
             self._end_change(EngineError("the server ends"))
+            for ended in self._controls.values():
+                ended.set_exception(EngineError("the server ends"))
+            self._controls.clear()
             self._channel.send(Leave())
             self._channel.flush()
 
@@ -158,11 +177,19 @@ class RemoteEngine:
                 case EngineState():
                     self._refusal, self.has_failed = message.refusal, message.has_failed
                     self.replica_stats, self.num_blocks = message.replica_stats, message.num_blocks
+                    self.is_paused = message.is_paused
                     parallel = {"data_parallel_size": len(message.replica_stats)}
                     self.config = self.config.changed(parallel=parallel)
                 case Scaled():
                     kind = _ERRORS.get(message.kind, EngineError)
                     self._end_change(kind(message.error) if message.error else None)
+                case ControlRan():
+                    self.is_paused = message.is_paused
+                    ended = self._controls.pop(message.ticket)
+                    if message.result is None:
+                        ended.set_exception(EngineError(message.error))
+                    else:
+                        ended.set_result(message.result)
                 case Load():
                     self._loads.append(message.window)
                 case Note() if message.sender != self._index:

@@ -127,7 +127,7 @@ class ClientConnection:
         load, num_idle_steps = _load_of(stats), stats.steps.num_idle_steps
         takes_part = stats.num_running > 0 or num_idle_steps != self._last_idle_steps
         is_due = takes_part and now - self._last_delivery_s > HEARTBEAT_S
-        if delivery.updates or delivery.load or load != self._last_load or is_due:
+        if delivery.updates or delivery.load or delivery.controls or load != self._last_load or is_due:
             self._channel.send(delivery)
             self._last_load, self._last_idle_steps, self._last_delivery_s = load, num_idle_steps, now
 

@@ -9,10 +9,10 @@ would wait forever. The following rules prevent this:
    decision that selects a collective (run or sleep, row counts, shutdown) is made by `agree`, a function of only the
    gathered rows. The rows are the same on all ranks, so the decisions are too. Ranks that move experts decide by the
    loads that all of them have gathered, and by the number of steps since.
-2. A round is therefore either a gather, or a gather and a step, and it is the same on all ranks. After a round, all
-   ranks have entered the same collectives, and their next collective is the next gather. By induction, the sequences
-   are always equal. Rows contain the number of the round, so that ranks in different rounds are detected at the first
-   gather.
+2. A round is therefore a gather, a gather and a step, or a gather and a control, and it is the same on all ranks. After
+   a round, all ranks have entered the same collectives, and their next collective is the next gather. By induction, the
+   sequences are always equal. Rows contain the number of the round, so that ranks in different rounds are detected at
+   the first gather.
 3. Every replica sends its next round without waiting for another replica. It may send several before the result of the
    first is known; ranks run them in order. Each replica ends its sleep by its own timer. A lost, late or repeated
    message only changes the time of the next gather.
@@ -20,6 +20,9 @@ would wait forever. The following rules prevent this:
    internal error sends another round to announce it, and all ranks stop in that round; no rank runs later rounds. A
    rank that fails inside a collective, or exits, cannot announce it; the supervisor of the processes then terminates
    the other ranks.
+5. A control is a command that all ranks run between the same two steps. A replica that has received one announces its
+   number, without a plan, and has no later round in flight. When all replicas announce the same number in one round,
+   all ranks run the control in it, exactly once. Rounds before that have the steps of replicas that do not announce it.
 
 With pipeline stages, the rules hold for the ranks of each stage. A replica sends the same row and plan to all of them,
 so all stages reach the same agreement. In a step, a rank receives from the previous stage, computes, and sends to the
@@ -36,12 +39,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moeserve.controls import Command
 from moeserve.errors import LockstepError
 from moeserve.protocol import RankReport, StepPlan, StepResult
 
-PROTOCOL_VERSION = 8
-# Protocol version, round, replica, tokens, sampling requests, decode only, decoding requests, prefill tokens, flags.
-ROW_SIZE = 9
+PROTOCOL_VERSION = 9
+# Protocol version, round, replica, tokens, sampling requests, decode only, decoding requests, prefill tokens, control,
+# flags.
+ROW_SIZE = 10
+CONTROL = 8  # index of the control in a row
 LEAST_PREFILL_BUDGET = 128  # tokens
 PREFILL_ROUNDS = 4  # rounds for the waiting prefills at a constant budget, if all replicas had equally many tokens
 
@@ -66,6 +72,7 @@ class Intent:
     num_sampling: int = 0  # requests of the plan that sample a token
     num_decoding: int = 0  # requests of the replica that decode, in this round or later
     num_prefill_tokens: int = 0  # prompt tokens that are not in any plan yet
+    control: int = 0  # number of the control that the replica is ready to run, without a plan; 0: none
     flags: IntentFlags = IntentFlags()
 
 
@@ -77,7 +84,8 @@ class Agreement:
     num_tokens: tuple[int, ...]  # tokens of each replica
     num_sampling: tuple[int, ...]  # requests of each replica that sample a token
     collects_load: bool  # all ranks exchange their expert loads before the step
-    is_idle: bool  # no tokens and no collection: no step is executed
+    control: int  # number of the control that all ranks run in this round, which has no tokens; 0: none
+    is_idle: bool  # no tokens, no collection and no control: the ranks do nothing
     has_requests: bool  # a replica has requests, even if none runs in this round; no replica may sleep
     is_decode_only: bool
     is_shutdown: bool  # all replicas requested a shutdown, so all stop now
@@ -96,6 +104,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
 
     row: list[int]  # from `make_row`
     plan: StepPlan | None  # None: the replica has no tokens, but its ranks take part in the step
+    command: Command | None = None  # of the control that the row announces
 
 
 class RoundResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
@@ -137,6 +146,7 @@ def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:
         int(intent.is_decode_only),
         intent.num_decoding,
         intent.num_prefill_tokens,
+        intent.control,
         packed_flags,
     ]
 
@@ -153,7 +163,7 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
             f"{num_replicas} replicas exchange {ROW_SIZE} each"
         )
     versions, numbers, ranks, num_tokens, num_sampling, *others = zip(*rows, strict=True)
-    decode_only, num_decoding, num_prefill, packed_flags = others
+    decode_only, num_decoding, num_prefill, controls, packed_flags = others
     _require_all("protocol version", versions, PROTOCOL_VERSION, "install the same version of moeserve everywhere")
     _require_all("round", numbers, number, "a replica entered a round too many or too few")
     if ranks != tuple(range(num_replicas)):
@@ -163,12 +173,19 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
     failed_ranks: tuple[int, ...] = ()
     if any(packed & HAS_FAILED for packed in flags):
         failed_ranks = tuple(rank for rank, packed in enumerate(packed_flags) if packed & HAS_FAILED)
+    control = controls[0] if len(set(controls)) == 1 else 0
+    if len(set(controls) - {0}) > 1 or (control and any(num_tokens)):
+        raise LockstepError(
+            f"the replicas announce the controls {list(controls)} with {list(num_tokens)} tokens in one round; they "
+            "run controls in the same order, without tokens"
+        )
     return Agreement(
         number=number,
         num_tokens=num_tokens,
         num_sampling=num_sampling,
         collects_load=collects_load,
-        is_idle=not any(num_tokens) and not collects_load,
+        control=control,
+        is_idle=not any(num_tokens) and not collects_load and not control,
         has_requests=any(num_tokens) or any(num_decoding) or any(num_prefill),
         is_decode_only=all(decode_only),
         is_shutdown=all(packed & REQUESTS_SHUTDOWN for packed in flags),

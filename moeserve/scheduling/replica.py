@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from moeserve import protocol
+from moeserve.controls import Control, ControlResult, Pause, Resume
 from moeserve.errors import DistributedError, RequestError
 from moeserve.protocol import (
     AbortRequest,
@@ -93,6 +94,7 @@ Effect: TypeAlias = Wait | Submit | Transfer | Delivery
 class _RoundInFlight:
     plan: StepPlan | None
     requests_load: bool
+    control: Control | None
 
 
 class Replica:
@@ -129,6 +131,9 @@ class Replica:
         self._shutdown_requested = False
         self._failure: Exception | None = None
         self._is_failure_announced = False
+        self._controls: deque[Control] = deque()  # received, not run yet
+        self._ended_controls: list[ControlResult] = []  # for the next `Delivery`
+        self._is_paused = False
         self._load_window = load_window if index == 0 else 0  # one replica decides, so that all collect once
         self._steps_since_load = 0
         self._load_requested = False
@@ -176,14 +181,18 @@ class Replica:
         """Return the next round to send, or None if no round can be sent now or none is needed."""
         if len(self._rounds) == self._max_rounds or self._is_failure_announced:
             return None
+        if self._rounds and self._rounds[-1].control is not None:  # the ranks may run it, and no older plan may follow
+            return None
+        control = self._control_to_announce()
         plan = None
-        if self._failure is None:
+        is_quiet = self._is_paused or control is not None
+        if self._failure is None and not is_quiet:
             try:
                 plan = self._scheduler.schedule(self._prefill_budgets[len(self._rounds)])
             except Exception as error:
                 self._failure = error
         requests_load = self._must_request_load()
-        announces = self._shutdown_requested or self._failure is not None or requests_load
+        announces = self._shutdown_requested or self._failure is not None or requests_load or control is not None
         others_may_run = self._others_run or (self._is_awake and not self._rounds)
         if plan is None and not announces and not others_may_run:
             return None
@@ -199,14 +208,24 @@ class Replica:
             num_tokens=0 if plan is None else plan.num_tokens,
             is_decode_only=plan is None or plan.is_decode_only,
             num_sampling=0 if plan is None else plan.num_sampling,
-            num_decoding=self._scheduler.num_decoding,
-            num_prefill_tokens=self._scheduler.num_prefill_tokens,
+            # Requests that cannot run now keep no other replica awake.
+            num_decoding=0 if is_quiet else self._scheduler.num_decoding,
+            num_prefill_tokens=0 if is_quiet else self._scheduler.num_prefill_tokens,
+            control=0 if control is None else control.number,
             flags=flags,
         )
-        work = Round(row=make_row(intent, number=self._num_sent, replica=self._index), plan=plan)
+        row = make_row(intent, number=self._num_sent, replica=self._index)
         self._num_sent += 1
-        self._rounds.append(_RoundInFlight(plan, requests_load))
-        return work
+        self._rounds.append(_RoundInFlight(plan, requests_load, control))
+        return Round(row=row, plan=plan, command=None if control is None else control.command)
+
+    def _control_to_announce(self) -> Control | None:
+        """Return the control that this replica is ready to run; None if there is none, or requests must end first."""
+        if not self._controls or self._failure is not None:
+            return None
+        command = self._controls[0].command
+        waits = isinstance(command, Pause) and command.mode == "wait" and self._scheduler.has_work
+        return None if waits else self._controls[0]
 
     def _new_transfers(self) -> list[protocol.Transfer]:
         return [] if self._failure is not None else self._scheduler.take_transfers()
@@ -232,6 +251,9 @@ class Replica:
             self._totals.add(num_tokens, result.num_padding_tokens, result.agreement_seconds)
         if self._index == 0 and step_result is not None and step_result.load is not None:
             self._load = step_result.load
+        if agreement.control:
+            assert ended.control is not None
+            self._end_control(ended.control)
         if ended.plan is None:
             return
         if result.error:
@@ -253,14 +275,44 @@ class Replica:
                 update = self._scheduler.abort(request_id)
                 if update is not None:
                     self._queue_update(update)
+            case Control():
+                self._begin_control(message)
             case Shutdown():
                 self._shutdown_requested = True
+                self._controls.clear()
                 for update in self._scheduler.abort_all():
                     self._queue_update(update)
             case CollectLoad():
                 self._load_requested = True
             case Wake():
                 pass  # receiving the message has already ended the sleep
+
+    def _begin_control(self, control: Control) -> None:
+        if self._shutdown_requested:
+            return
+        self._controls.append(control)
+        if isinstance(control.command, Pause):
+            if control.command.mode == "abort":
+                for update in self._scheduler.abort_all():
+                    self._queue_update(update)
+            self._scheduler.hold()
+
+    def _end_control(self, control: Control) -> None:
+        """Apply a control that the ranks have run. No plan is in flight, because those before it are committed."""
+        if self._controls:  # else they were cleared for the shutdown
+            self._controls.popleft()
+        match control.command:
+            case Pause(mode=mode, salt=salt):
+                self._is_paused = True
+                if mode == "retract":
+                    self._scheduler.retract()
+                if salt:
+                    self._scheduler.forget_prefixes(salt)
+            case Resume():
+                self._is_paused = False
+                if not any(isinstance(each.command, Pause) for each in self._controls):
+                    self._scheduler.release()
+        self._ended_controls.append(ControlResult(number=control.number))
 
     def _add(self, request: Request) -> None:
         """Accept a request, or end it with an error. An exception here would end all replicas."""
@@ -279,6 +331,7 @@ class Replica:
 
     def _deliver(self) -> Delivery:
         updates, self._updates = self._updates, []
+        controls, self._ended_controls = self._ended_controls, []
         load, self._load = self._load, None
         answers = load is not None and self._load_answers_request
         self._load_answers_request &= not answers
@@ -293,4 +346,4 @@ class Replica:
             steps=self._totals,
             **transfers.counts() if transfers else {},
         )
-        return Delivery(updates, stats, load, answers)
+        return Delivery(updates, stats, load, answers, controls)

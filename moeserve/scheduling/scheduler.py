@@ -14,6 +14,7 @@ from moeserve.errors import RequestError
 from moeserve.kv.connector import HostTier, KVConnector
 from moeserve.kv.manager import CacheManager, NewBlocks
 from moeserve.kv.pool import root_digest
+from moeserve.kv.requests import RequestCache
 from moeserve.kv.transfers import BlockTransfers
 from moeserve.protocol import (
     RankReport,
@@ -103,6 +104,8 @@ class Scheduler:
         self.transfers: BlockTransfers[LiveRequest] | None = None
         self._cache_salt = cache_salt
         self._num_arrived = 0
+        self._holds = False
+        self._held: dict[str, LiveRequest] = {}  # requests that wait for `release`
         self._caches = CacheManager(config)
         if connector is not None or peer_addresses:
             store = HostTier({}) if connector is None else connector
@@ -113,7 +116,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended."""
+        """True if a request that is not held has not ended."""
         return bool(self._running or self._queue)
 
     @property
@@ -124,7 +127,7 @@ class Scheduler:
     @property
     def live_request_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
-        return [*self._running, *self._queue.waiting, *self._queue.loading]
+        return [*self._running, *self._queue.waiting, *self._queue.loading, *self._held]
 
     @property
     def num_running(self) -> int:
@@ -132,7 +135,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._held)
 
     @property
     def num_decoding(self) -> int:
@@ -160,7 +163,8 @@ class Scheduler:
             RequestError: the prompt is empty or too long, or the request id is in use. Nothing has changed.
         """
         name, num_tokens = f"request {request.request_id!r}", len(request.prompt_token_ids)
-        if request.request_id in self._running or self._queue.find(request.request_id) is not None:
+        is_waiting = request.request_id in self._held or self._queue.find(request.request_id) is not None
+        if is_waiting or request.request_id in self._running:
             raise RequestError(f"{name} is still being served; give each request an id of its own")
         if num_tokens == 0:
             raise RequestError(f"{name}: the prompt has no tokens; it must have at least one")
@@ -169,14 +173,19 @@ class Scheduler:
                 f"{name}: the prompt has {num_tokens} tokens; with max_model_len={self.config.max_model_len} at most "
                 f"{self.config.max_model_len - 1} fit, because one must be left for the output. Shorten the prompt"
             )
-        root = root_digest(self._cache_salt, request.cache_salt)
-        self._queue.insert(LiveRequest(request, self._num_arrived, self._caches.open(root)))
+        live = LiveRequest(request, self._num_arrived, self._new_cache(request))
         self._num_arrived += 1
+        if self._holds:
+            self._held[request.request_id] = live
+        else:
+            self._queue.insert(live)
 
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request and free its blocks. Return None if there is no such request."""
         if (request := self._running.get(request_id)) is not None:
             self._plans.end(request)
+        elif (request := self._held.pop(request_id, None)) is not None:
+            request.ended = True
         elif (request := self._queue.find(request_id)) is not None:
             self._queue.end(request)
         return None if request is None else request.aborted()
@@ -184,6 +193,33 @@ class Scheduler:
     def abort_all(self) -> list[RequestUpdate]:
         """End every request. Results of plans in flight must still be committed, and are dropped."""
         return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
+
+    def hold(self) -> None:
+        """Let requests that are added from now on wait until `release`."""
+        self._holds = True
+
+    def release(self) -> None:
+        """Queue the requests that wait because of `hold`."""
+        self._holds = False
+        for request in self._held.values():
+            self._queue.insert(request)
+        self._held.clear()
+
+    def retract(self) -> None:
+        """Return all running requests to the queue, to be computed again. No plan may be in flight."""
+        assert not self._plans
+        for request in reversed([*self._running.values()]):
+            self._preempt(request)
+
+    def forget_prefixes(self, salt: bytes) -> None:
+        """Let requests find no prefix that was cached so far. Running requests keep their blocks.
+
+        Args:
+            salt: replaces the salt of this engine.
+        """
+        self._cache_salt = salt
+        for request in (*self._queue.waiting.values(), *self._queue.loading.values(), *self._held.values()):
+            request.cache = self._new_cache(request.request)
 
     def schedule(self, prefill_budget: int | None = None) -> StepPlan | None:
         """Plan the next step and allocate the blocks it needs.
@@ -242,6 +278,9 @@ class Scheduler:
         holders = [*self._running.values(), *self._queue.waiting.values(), *self._plans.ended]
         of_transfers = [] if self.transfers is None else self.transfers.held_places()
         self._caches.check_invariants(holders, of_transfers, [chunk.items for chunk in in_flight])
+
+    def _new_cache(self, request: Request) -> RequestCache:
+        return self._caches.open(root_digest(self._cache_salt, request.cache_salt))
 
     def _continue_running(self, step: _Step) -> bool:
         """Plan the running requests, oldest first. Prompts leave one token for each decoding request.

@@ -27,6 +27,7 @@ from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses, stored_responses
 from moeserve.server.openai.response_store import ResponseStore
 from moeserve.server.operators import add_operator_routes
+from moeserve.server.rollouts import add_rollout_routes
 from moeserve.server.scaling import add_scale_route
 from moeserve.server.schema import UNSUPPORTED
 from moeserve.server.service import Service
@@ -90,6 +91,8 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     _add_status_routes(app, service, statistics)
     add_operator_routes(app, service, keys)
+    if service.llm.config.weights.rl:
+        add_rollout_routes(app, service, keys)
     if settings.enable_tokenizer_info_endpoint:
         _add_tokenizer_info(app, service)
     if settings.allow_scale:

@@ -51,15 +51,15 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> dict[str, bool]:
         """Let later requests find no prefix of earlier ones."""
-        if not keys.have_administrator:
-            message = "this needs an administrator's key, and there is none: serve with --admin-key"
-            raise ApiError(403, message, code="no_administrator")
         require_administrator(keys, request.headers)
         service.reset_prefix_cache()
         return {"success": True}
 
 
 def require_administrator(keys: Keys, headers: Mapping[str, str]) -> None:
-    """Raise ApiError if the request has no administrator's key."""
+    """Raise ApiError if the request has no administrator's key, or if there is none."""
+    if not keys.have_administrator:
+        message = "this needs an administrator's key, and there is none: serve with --admin-key"
+        raise ApiError(403, message, code="no_administrator")
     if not keys.is_administrator(headers):
         raise ApiError(403, "this needs the key of an administrator", code="administrator_required")

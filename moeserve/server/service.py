@@ -115,6 +115,11 @@ class Service:
         has_failed = self.llm.errored or self.llm.session.engine.has_failed
         return self.llm.is_running and not has_failed and not self.admission.is_closed
 
+    @property
+    def _may_abort(self) -> bool:
+        """True if an aborted output is one that a pause has ended."""
+        return self.llm.config.weights.rl and not self.admission.is_closed
+
     def require_model(self, name: str | None) -> str:
         """Return the model's name for the response.
 
@@ -257,7 +262,7 @@ class Service:
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         for each in output.outputs:
-                            if each.finish_reason == "abort":  # the engine is shutting down
+                            if each.finish_reason == "abort" and not self._may_abort:  # the engine is shutting down
                                 raise shutting_down()
                         yield output
             except MoeserveError as error:

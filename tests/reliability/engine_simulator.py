@@ -9,6 +9,8 @@ Invariants, named as in `replica_simulator.py`:
 - I3: a request ends exactly once. A client's request that it did not abort ends complete, or with an error that has a
   cause; with on_failure="restart" it ends complete. Its tokens are those computed, none lost and none twice.
 - I4: an idle engine has no work, and its router knows of no load.
+- I8: between the end of a pause and the next resume no request gets a token, also if the engine restarts meanwhile. A
+  control ends, with an error only if the engine has failed.
 - false death: without a fault no process is declared dead, however slowly it loads or steps within the timeouts.
 - deadlock: a fault is noticed, and every call returns, within virtual seconds that follow from the timeouts.
 - slow: with on_failure="end", requests end within 5 s of a failure, and of a hang within the timeouts.
@@ -23,6 +25,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -35,6 +38,7 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
+from moeserve.controls import PAUSE_MODES, Command, ControlResult, Pause, Resume
 from moeserve.engine.engine import Engine
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import FromReplica
@@ -84,6 +88,7 @@ class EngineScenario:
     stall_s: float = 0.0  # of some steps
     abort_share: float = 0.2
     bad_share: float = 0.1  # requests that cannot be encoded
+    num_pauses: int = 0  # each followed by a resume
 
     @classmethod
     def drawn(cls, seed: int) -> EngineScenario:
@@ -98,6 +103,7 @@ class EngineScenario:
             reload=dice.choice(list(Reload.__args__)),  # type: ignore[attr-defined]
             load_s=dice.choice([0.1, 5.0, 0.9 * LOAD_TIMEOUT_S]),
             stall_s=dice.choice([0.0, 0.0, 0.8 * COLLECTIVE_TIMEOUT_S]),
+            num_pauses=dice.choice([0, 1, 3]),
         )
 
 
@@ -229,6 +235,9 @@ class _EngineSimulation:
         self.num_groups = self.num_released = 0
         self.raises_in: int | None = None  # the replica whose rank fails in its next step
         self.fault_at: float | None = None
+        self.pauses = scenario.num_pauses  # that are not resumed yet
+        self.is_paused = False  # a pause has ended, and no resume was sent
+        self.may_abort = False  # a pause was sent that aborts requests, perhaps also those sent before it ends
         self.due: list[Callable[[], None]] = []  # actions of the client
         self.sent: dict[str, _Sent] = {}
         self.num_left = scenario.num_requests
@@ -347,14 +356,16 @@ class _EngineSimulation:
             world.at(begun_s + dice.uniform(0.0, 3.0), functools.partial(self.queue, self.add, number))
         if scenario.fault != "none":
             world.at(begun_s + scenario.fault_s, self.inject_fault)
-        while self.num_left or self.due or engine.has_work:
+        if scenario.num_pauses:
+            world.at(begun_s + dice.uniform(0.0, 3.0), functools.partial(self.queue, self.pause))
+        while self.num_left or self.pauses or self.due or engine.has_work:
             due, self.due = self.due, []
             for action in due:
                 action()
             if engine.has_work:
                 with self.named_errors():
                     self.take(engine.step())
-            elif self.num_left and not self.due:
+            elif (self.num_left or self.pauses) and not self.due:
                 world.wait(lambda: self.due, 10 * STEP_TIMEOUT_S)
         self.check_requests()
         if scenario.fault == "none" or scenario.on_failure == "restart":
@@ -395,12 +406,41 @@ class _EngineSimulation:
         try:
             with self.named_errors():
                 self.engine.add(request)
-                self.sent[request.request_id] = _Sent(request)
+                self.sent[request.request_id] = _Sent(request, was_aborted=self.may_abort)
         except RequestError:
             self.require(is_bad, "crash", f"request {number} was refused")
             return
         if dice.random() < self.scenario.abort_share:
             self.world.at(self.world.now + dice.expovariate(5.0), functools.partial(self.queue, self.abort, number))
+
+    def pause(self) -> None:
+        mode = self.world.dice.choice(PAUSE_MODES)
+        if mode == "abort":
+            self.may_abort = True
+            for known in self.sent.values():
+                known.was_aborted |= known.end is None
+        self.control(Pause(mode=mode), self.resume, self.world.dice.uniform(0.0, 3.0))
+
+    def resume(self) -> None:
+        self.is_paused = self.may_abort = False
+        self.control(Resume(), self.pause, self.world.dice.uniform(0.0, 1.0))
+
+    def control(self, command: Command, then: Callable[[], None], delay_s: float) -> None:
+        """Run a command, and then act after a delay."""
+
+        def note(ended: Future[ControlResult]) -> None:
+            error = ended.exception()
+            self.require(error is None or self.fault_at is not None, "I8", f"{command} fails: {error}")
+            self.is_paused = self.engine.is_paused
+            self.pauses -= isinstance(command, Resume)
+            if self.pauses:
+                self.world.at(self.world.now + delay_s, functools.partial(self.queue, then))
+
+        try:
+            self.engine.control(command).add_done_callback(note)
+        except EngineError as error:
+            self.require(self.may_fail, "crash", f"a call fails: {error}")
+            self.pauses = 0
 
     def abort(self, number: int) -> None:
         known = self.sent.get(str(number))
@@ -410,6 +450,8 @@ class _EngineSimulation:
 
     def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
+            is_quiet = not (self.is_paused and update.token_ids)
+            self.require(is_quiet, "I8", f"a token during a pause: {update}")
             self.require(update.request_id in self.sent, "I3", f"a request that was refused has an update: {update}")
             known = self.sent[update.request_id]
             self.require(known.end is None, "I3", f"an update after the end: {update}")

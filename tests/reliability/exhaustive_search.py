@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from moeserve.controls import Control, Pause, Resume
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -33,7 +34,7 @@ from moeserve.protocol import (
     StepResult,
     Wake,
 )
-from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, Agreement, Round, RoundResult, agree
+from moeserve.scheduling.lockstep import CONTROL, HAS_FAILED, REQUESTS_LOAD, Agreement, Round, RoundResult, agree
 from moeserve.scheduling.replica import Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.scheduler_config import SchedulerConfig
@@ -197,7 +198,7 @@ class _Search:
             raise Found("I1", f"the ranks agree on {first} and {others}")
         if any(row[-1] & HAS_FAILED for row in rows) and not first.ends_all:
             raise Found("I7", f"a step is run in a round in which a replica failed: {rows}")
-        if not first.is_idle and not any(first.num_tokens) and not first.collects_load:
+        if not first.is_idle and not any(first.num_tokens) and not first.collects_load and not first.control:
             raise Found("I5", "a step of nothing but padding")
         return first
 
@@ -265,6 +266,11 @@ class _Player:
         self.may_abort: set[str] = set()  # requests
         self.may_fail: set[str] = set()
         self.num_loads_due = 0  # expert loads that were asked for, and not requested in a round
+        self.controls: dict[int, Control] = {}  # received, by number
+        self.before_control: dict[int, set[str]] = {}  # requests that it had when it received each
+        self.num_controls = 0  # that its ranks have run
+        self.ended_controls: list[int] = []  # delivered
+        self.is_paused = False
         self.has_fault = self.is_ending = False
 
     def play(self, replica: Replica, history: tuple[Answer, ...]) -> Local:
@@ -311,7 +317,10 @@ class _Player:
             raise Found("I5", f"{self.name} announces {row[3]} tokens, and plans {work.plan}")
         if row[-1] & HAS_FAILED and not self.has_fault:
             raise Found("crash", f"{self.name} failed without a fault")
-        is_needless = given is not None and not given.messages and not row[3] and not row[-1]
+        follows_control = any(earlier[CONTROL] for earlier in self.rows[self.num_results :])
+        if follows_control or (row[3] and (row[CONTROL] or self.is_paused)):
+            raise Found("I8", f"{self.name} sends {row} although it announces a control or is paused")
+        is_needless = given is not None and not given.messages and not row[3] and not row[CONTROL] and not row[-1]
         if is_needless and given and given.results and not any(each.has_requests for each in given.results):
             raise Found("idle", f"{self.name} goes on without sleeping, with nothing to do")
         self.num_loads_due -= bool(row[-1] & REQUESTS_LOAD)
@@ -323,6 +332,9 @@ class _Player:
             raise Found("I2", f"{self.name} has {len(self.rows) - self.num_results} rounds in flight")
 
     def deliver(self, effect: Delivery) -> None:
+        self.ended_controls += [result.number for result in effect.controls]
+        if not self.has_fault and self.ended_controls != list(range(1, self.num_controls + 1)):
+            raise Found("I8", f"{self.name} delivers the controls {self.ended_controls}; {self.num_controls} have run")
         for update in effect.updates:
             if update.request_id not in self.received or update.request_id in self.ended:
                 raise Found("I3", f"{self.name} delivers an update of an unknown request: {update}")
@@ -348,6 +360,11 @@ class _Player:
                 self.received[message.request.request_id] = message.request.params.max_tokens or 0
                 if not message.request.prompt_token_ids or self.is_ending:
                     self.may_fail.add(message.request.request_id)
+            elif isinstance(message, Control):
+                self.controls[message.number] = message
+                self.before_control[message.number] = self.received.keys() - self.ended.keys()
+                if isinstance(message.command, Pause) and message.command.mode == "abort":
+                    self.may_abort |= self.received.keys()
             elif isinstance(message, AbortRequest):
                 self.may_abort.add(message.request_id)
             elif isinstance(message, Shutdown):
@@ -358,11 +375,24 @@ class _Player:
             plan = self.plans[self.num_results]
             self.num_results += 1
             self.num_steps += any(agreement.num_tokens)
+            if agreement.control:
+                self.run_control(agreement.control)
             results.append(self.result(agreement, plan, given.fault))
         if given.fault == "internal":
             self.has_fault = True
             self.scheduler.schedule = self.scheduler.commit = _fail  # type: ignore[method-assign]
         return Events(messages, results)
+
+    def run_control(self, number: int) -> None:
+        """Note that the ranks have run a control, of which each runs once and in order, and what it waits for."""
+        if number != self.num_controls + 1:
+            raise Found("I8", f"{self.name} runs control {number} after {self.num_controls}")
+        self.num_controls = number
+        command = self.controls[number].command
+        self.is_paused = not isinstance(command, Resume)
+        must_wait = isinstance(command, Pause) and command.mode == "wait"
+        if must_wait and not self.has_fault and (left := self.unended() & self.before_control[number]):
+            raise Found("I8", f"{self.name} pauses before {sorted(left)} have ended")
 
     def result(self, agreement: Agreement, plan: StepPlan | None, fault: str | None) -> RoundResult:
         """Return what the ranks of the replica send for a round."""

@@ -6,6 +6,7 @@ Most of them are known from other engines with this kind of loop.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import msgspec
 from scenario import LOAD_WINDOW
 
+from moeserve.controls import Control
 from moeserve.protocol import AbortRequest, Delivery, ReplicaMessage, Request, RequestUpdate, StepPlan
-from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Round, RoundResult, agree
+from moeserve.scheduling.lockstep import CONTROL, REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Round, RoundResult, agree
 from moeserve.scheduling.replica import Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.request import LiveRequest
 from moeserve.scheduling.scheduler import Scheduler
@@ -266,6 +268,50 @@ class RequestsLoadInEveryRound(Replica):
         return self._load_requested or 0 < self._load_window <= self._steps_since_load
 
 
+class SendsRoundsBehindControls(Replica):
+    """It sends the next round while one is in flight in which the ranks may run a control."""
+
+    def _next_round(self) -> Round | None:
+        rounds = self._rounds
+        self._rounds = deque(dataclasses.replace(each, control=None) for each in rounds)
+        work = super()._next_round()
+        rounds.extend(list(self._rounds)[len(rounds) :])
+        self._rounds = rounds
+        return work
+
+
+class PausesBeforeRequestsEnd(Replica):
+    """It does not wait for its requests before it pauses."""
+
+    def _control_to_announce(self) -> Control | None:
+        return self._controls[0] if self._controls and self._failure is None else None
+
+
+class PlansWhilePaused(Replica):
+    """It pauses for one round only."""
+
+    def _finish_round(self, ended: Any, result: RoundResult) -> None:
+        super()._finish_round(ended, result)
+        self._is_paused = False
+
+
+class RunsControlsTwice(Replica):
+    """It announces a control again that the ranks have run."""
+
+    def _end_control(self, control: Control) -> None:
+        super()._end_control(control)
+        if not self._ended_controls[:-1]:
+            self._controls.appendleft(control)
+
+
+class LosesHeldRequests(Scheduler):
+    """Requests that came during a pause are forgotten at its end."""
+
+    def release(self) -> None:
+        self._held.clear()
+        super().release()
+
+
 class FreesTwice(Scheduler):
     """An abort frees a block twice."""
 
@@ -356,6 +402,13 @@ def collects_alone(rows: list[list[int]], *, number: int, num_replicas: int, ind
     return dataclasses.replace(agreement, collects_load=bool(rows[index][-1] & REQUESTS_LOAD))
 
 
+def runs_controls_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    """The ranks run a control as soon as their own replica announces it."""
+    agreement = agree(rows, number=number, num_replicas=num_replicas)
+    control = rows[index][CONTROL]
+    return dataclasses.replace(agreement, control=control, is_idle=agreement.is_idle and not control)
+
+
 def runs_padding_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
     """A step is run even if no replica has a token."""
     return dataclasses.replace(agree(rows, number=number, num_replicas=num_replicas), is_idle=False)
@@ -399,7 +452,7 @@ PLANTED = [
     Planted(ReadsOneResult, {"livelock", "idle"}),
     Planted(SendsPlanTwice, {"I5"}),
     Planted(EndsPlannedRequests, {"I4", "I5"}),
-    Planted(GoesOnAfterFailure, {"livelock"}),
+    Planted(GoesOnAfterFailure, {"I4", "livelock"}),
     Planted(HidesFailure, {"I7"}),
     Planted(LosesAbort, {"I4"}),
     Planted(ReportsAbortOnly, {"I3", "I4"}),
@@ -410,6 +463,12 @@ PLANTED = [
     Planted(LosesTokens, {"I3"}),
     Planted(CountsOnlySteps, {"I6"}),
     Planted(RequestsLoadInEveryRound, {"idle"}),
+    Planted(SendsRoundsBehindControls, {"I8"}),
+    Planted(PausesBeforeRequestsEnd, {"I8"}),
+    Planted(PlansWhilePaused, {"I8"}),
+    Planted(RunsControlsTwice, {"I8"}),
+    Planted(LosesHeldRequests, {"I4"}),
+    Planted(runs_controls_alone, {"I1"}),
     Planted(FreesTwice, {"I4"}),
     Planted(LeaksAtAbort, {"I4"}),
     Planted(LosesUpdatesOfFailedRows, {"I4"}),

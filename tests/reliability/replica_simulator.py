@@ -11,6 +11,8 @@ simulated as one. A scenario determines its run completely. After each event the
 - I5: ranks run the tokens that their replica announced. A step has at least one token, unless it collects expert loads.
 - I6: the numbers of rounds only grow.
 - I7: no step is run in a round in which a replica has announced a failure, nor after it.
+- I8: all ranks run a control once, in order, in the same round. A pause that waits for requests follows their ends, and
+  no step is run before the pause ends.
 - deadlock: with all processes alive, no collective stays open for longer than the slowest of them can take.
 - livelock: requests are served within a number of steps that follows from their lengths.
 - idle: without work a replica sleeps; the group agrees no more often than heartbeats and messages require.
@@ -39,6 +41,7 @@ from scenario import (
     MAX_LATE_S,
     MAX_MODEL_LEN,
     MAX_NUM_BATCHED_TOKENS,
+    MAX_PAUSE_S,
     MAX_STALL_S,
     InvariantViolation,
     Report,
@@ -48,6 +51,7 @@ from scenario import (
     whole_output,
 )
 
+from moeserve.controls import PAUSE_MODES, Command, Control, Pause, Resume
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -64,6 +68,7 @@ from moeserve.protocol import (
 )
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import (
+    CONTROL,
     HAS_FAILED,
     REQUESTS_LOAD,
     REQUESTS_SHUTDOWN,
@@ -122,6 +127,7 @@ class _ClientRequest:
     end: str | None = None
     was_aborted: bool = False
     may_fail: bool = False  # it is refused, or its row has failed
+    num_pauses: int = 0  # sent before it
 
 
 @dataclass(eq=False)
@@ -160,9 +166,12 @@ class _Process:
     last_number: int = -1
     has_announced_failure: bool = False
     has_internal_fault: bool = False
+    has_failed: bool = False  # its own code has raised an error
     has_rank_fault: bool = False  # its ranks fail at the next opportunity
+    is_holding: bool = False  # it has received a pause, and no resume after it
     loses_updates: bool = False  # it was killed before its last updates were sent
     received: dict[str, None] = field(default_factory=dict)  # requests
+    after_pause: dict[str, None] = field(default_factory=dict)  # those among them that came after a pause
     ended: dict[str, None] = field(default_factory=dict)  # those whose end it delivered
 
 
@@ -202,6 +211,11 @@ class _Simulation:
         self.was_active = False
         self.num_asked = self.num_collections = 0  # for figures; without a step
         self.num_messages = 0
+        self.num_control_rounds = 0  # in which a replica announces a control that is not run
+        self.controls: dict[int, Command] = {}  # sent, by number
+        self.num_controls_run = 0
+        self.num_controls_ended: Counter[int] = Counter()  # by number: replicas that have delivered the end
+        self.is_paused = False
         self.step_bound = 0
         self.slowest_first_token_s = 0.0
 
@@ -241,7 +255,8 @@ class _Simulation:
     def _longest(self) -> float:
         """Return the virtual seconds within which a run must end."""
         per_step_s = 1.0 if self.scenario.stall_probability else 0.05
-        return self.scenario.span_s + MAX_LATE_S + 100.0 + per_step_s * self.step_bound
+        pauses_s = (2 * MAX_PAUSE_S + 8 * MAX_STALL_S + MAX_LATE_S) * self.scenario.num_pauses
+        return self.scenario.span_s + MAX_LATE_S + 100.0 + per_step_s * self.step_bound + pauses_s
 
     def _after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         self.num_queued += 1  # breaks ties deterministically
@@ -286,6 +301,8 @@ class _Simulation:
             self._after(scenario.shutdown_s, self._send_shutdown)
         elif scenario.num_requests == 0:
             self._after(_QUIET_S, self._send_shutdown)
+        if scenario.num_pauses:
+            self._after(dice.uniform(0.0, scenario.span_s), self._send_pause)
 
     # The client
 
@@ -317,6 +334,46 @@ class _Simulation:
             self._send(self.processes[0], CollectLoad())
         if dice.random() < self.scenario.abort_share:
             self._after(dice.expovariate(5.0), self._send_abort, request.request_id)
+
+    def _send_pause(self) -> None:
+        mode = self.dice.choice(PAUSE_MODES)
+        self._send_control(Pause(mode=mode, salt=self.dice.choice([b"", b"new"])))
+        unended = [known for known in self.requests.values() if known.end is None]
+        if mode == "retract":  # they are computed again
+            self.step_bound += sum(most_steps(known.request) for known in unended)
+
+    def _send_control(self, command: Command) -> None:
+        if not self.client_has_stopped:
+            self._log(f"client: {type(command).__name__}")
+            number = len(self.controls) + 1
+            self.controls[number] = command
+            for process in self.processes:
+                self._send(process, Control(number, command))
+
+    def _note_control(self, number: int) -> None:
+        """Note that a replica has delivered the end of a control, and send the next one if all have."""
+        self.num_controls_ended[number] += 1
+        self._require(number <= self.num_controls_run, "I8", f"control {number} ends before it is run")
+        if self.num_controls_ended[number] < self.scenario.num_replicas:
+            return
+        if isinstance(self.controls[number], Pause):
+            self._after(self.dice.uniform(0.0, MAX_PAUSE_S), self._send_control, Resume())
+        elif number < 2 * self.scenario.num_pauses:
+            self._after(self.dice.uniform(0.0, MAX_PAUSE_S), self._send_pause)
+
+    def _run_control(self, number: int) -> None:
+        """Check a control that all ranks are about to run."""
+        self._require(number == self.num_controls_run + 1, "I8", f"control {number} after {self.num_controls_run}")
+        self.num_controls_run = number
+        command = self.controls[number]
+        self.is_paused = isinstance(command, Pause)
+        if isinstance(command, Pause) and command.mode == "wait":
+            left = [
+                process.index
+                for process in self.processes
+                if process.received.keys() - process.ended.keys() - process.after_pause.keys()
+            ]
+            self._require(not left or self.fault_at is not None, "I8", f"requests of {left} have not ended: {command}")
 
     def _send_abort(self, request_id: str) -> None:
         if not self.client_has_stopped:
@@ -399,6 +456,7 @@ class _Simulation:
         """Make the next call of the scheduler raise an error."""
 
         def fail(*_: Any) -> Any:
+            process.has_failed = True
             raise SimulatedFault("internal error")
 
         process.scheduler.schedule = process.scheduler.commit = fail  # type: ignore[method-assign]
@@ -451,7 +509,20 @@ class _Simulation:
             return
         messages, process.inbox = process.inbox, []
         results, process.results = process.results, []
-        process.received.update({m.request.request_id: None for m in messages if isinstance(m, AddRequest)})
+        for message in messages:
+            match message:
+                case AddRequest():
+                    process.received[message.request.request_id] = None
+                    if process.is_holding:
+                        process.after_pause[message.request.request_id] = None
+                case Control(command=Pause() as pause):
+                    process.is_holding = True
+                    if pause.mode == "abort":
+                        for request_id in process.received:
+                            self.requests[request_id].was_aborted = True
+                case Control(command=Resume()):
+                    process.is_holding = False
+                    process.after_pause.clear()
         self._advance(process, Events(messages, results))
 
     def _advance(self, process: _Process, events: Events | None) -> None:
@@ -499,13 +570,13 @@ class _Simulation:
             number > process.last_number, "I6", f"replica {process.index}: {number} after {process.last_number}"
         )
         process.last_number = number
-        has_nothing = not work.row[3] and not work.row[-1]
+        has_nothing = not work.row[3] and not work.row[CONTROL] and not work.row[-1]
         rested = (
             events is not None and events.results and not any(each.agreement.has_requests for each in events.results)
         )
         if has_nothing and rested and events is not None and not events.messages:
             self._violated("idle", f"replica {process.index} goes on without sleeping, with nothing to do")
-        if process.has_internal_fault and not process.has_announced_failure:
+        if process.has_failed and not process.has_announced_failure:
             process.has_announced_failure = True
             if self.fault_at is None:
                 self.fault_at = self.now
@@ -528,6 +599,8 @@ class _Simulation:
             has_plans = any(plan is not None for plan in process.plans_in_flight)
             if num_live == 0 and not has_plans and stats.num_free_blocks != process.num_blocks:
                 self._violated("I4", f"replica {process.index} holds blocks without requests: {stats}")
+        for control in effect.controls:
+            self._note_control(control.number)
         process.last_delivery_s = max(process.last_delivery_s, self.now + self._latency())
         self._after(process.last_delivery_s - self.now, self._receive_updates, process, effect.updates)
 
@@ -604,6 +677,8 @@ class _Simulation:
     def _complete(self, collective: _Collective) -> None:
         self._log(f"{collective.kind} is complete")
         rows = []
+        if collective.kind == "control":
+            self._run_control(next(iter(collective.payloads.values())).control)
         if collective.kind == "gather":
             rows = [collective.payloads[index] for index in range(self.scenario.num_replicas)]
             self._count_round(rows)
@@ -613,6 +688,8 @@ class _Simulation:
                 self._after(delay_s, self._agreed, process, rows)
             elif collective.kind == "dispatch":
                 self._after(delay_s, self._compute, process)
+            elif collective.kind == "control":
+                self._after(delay_s, self._finish_step, process)
             else:
                 self._after(delay_s, self._finish_step, process)
 
@@ -636,8 +713,11 @@ class _Simulation:
         num_tokens, announced = 0 if plan is None else plan.num_tokens, agreement.num_tokens[process.index]
         if num_tokens != announced:
             self._violated("I5", f"replica {process.index} runs {num_tokens} tokens, and {announced} were agreed")
-        if not any(agreement.num_tokens) and not agreement.collects_load:
+        if not any(agreement.num_tokens) and not agreement.collects_load and not agreement.control:
             self._violated("I5", "a step of nothing but padding")
+        if agreement.control:
+            self._after(self._work(), self._enter, process, "control")
+            return
         if self.failed_round is not None and agreement.number >= self.failed_round:
             self._violated("I7", f"replica {process.index} runs round {agreement.number} after a replica failed")
         if not self._fault_occurs(process, 1 / 3):
@@ -654,6 +734,7 @@ class _Simulation:
 
     def _count_round(self, rows: list[list[int]]) -> None:
         if any(row[3] for row in rows):
+            self._require(not self.is_paused, "I8", "a step is run during a pause")
             self.was_active = True
             self.num_steps += 1
             if self.num_steps > self.step_bound:
@@ -665,6 +746,11 @@ class _Simulation:
             self.num_collections += 1
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW
             self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")
+            return
+        if any(row[CONTROL] for row in rows):
+            self.num_control_rounds += 1
+            most = self.num_messages + self.now / HEARTBEAT_S + self.num_steps * self.scenario.max_rounds + 2
+            self._require(self.num_control_rounds <= most, "idle", f"{self.num_control_rounds} rounds for controls")
             return
         if any(row[6] or row[7] for row in rows):  # requests wait for results of steps in flight
             self.num_waiting_rounds += 1

@@ -21,6 +21,7 @@ MAX_MODEL_LEN = 40
 MAX_NUM_BATCHED_TOKENS = 8
 END_TOKEN = 0
 LOAD_WINDOW = 5  # steps
+MAX_PAUSE_S = 2.0
 COLLECTED_SHARE = 0.05  # of requests, with which the figures of experts are asked for
 _QUIET_S = 4 * HEARTBEAT_S  # between the last end and the shutdown
 
@@ -55,6 +56,7 @@ class Scenario:
     fault_replica: int = 0
     num_late: int = 0  # replicas that start up to MAX_LATE_S later
     shutdown_s: float | None = None  # None: when all requests have ended
+    num_pauses: int = 0  # each followed by a resume
 
     @classmethod
     def drawn(cls, num_replicas: int, seed: int, num_requests: int) -> Scenario:
@@ -82,6 +84,7 @@ class Scenario:
             fault_replica=dice.randrange(num_replicas),
             num_late=num_late,
             shutdown_s=dice.choice([None, None, dice.uniform(0.0, end_s)]),
+            num_pauses=dice.choice([0, 0, 1, 3]),
         )
 
 

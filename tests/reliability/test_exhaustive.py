@@ -6,6 +6,7 @@ import planted_bugs as bugs
 import pytest
 from exhaustive_search import Found, Script, explore
 
+from moeserve.controls import Control, Pause, PauseMode, Resume
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, ReplicaMessage, Request, Shutdown, Wake
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.replica import Replica
@@ -21,6 +22,12 @@ def add(request_id: str, num_prompt_tokens: int, max_tokens: int = 2) -> Replica
     return AddRequest(request)
 
 
+def pause(mode: PauseMode) -> ReplicaMessage:
+    return Control(1, Pause(mode=mode, salt=b"new"))
+
+
+RESUME = Control(2, Resume())
+
 # The messages on their way to each replica.
 SCRIPTS: dict[str, Script] = {
     "alone": [[add("a", 2), add("b", 6), AbortRequest("a"), Shutdown()]],
@@ -28,8 +35,12 @@ SCRIPTS: dict[str, Script] = {
     "collect": [[add("a", 2, 1), CollectLoad()], [Wake()]],
     "one busy": [[add("a", 6)], [Wake()], [Wake()]],  # three steps: two for its prompt
     "shutdown": [[add("a", 2), Shutdown()], [Shutdown()], [add("refused", 0), Shutdown()]],
+    "keep": [[add("a", 2), pause("keep"), RESUME], [pause("keep"), add("b", 1, 1), RESUME]],
+    "retract": [[add("a", 2), pause("retract"), RESUME, AbortRequest("a")], [pause("retract"), RESUME]],
+    "wait": [[add("a", 2, 1), pause("wait"), add("b", 1, 1)], [pause("wait"), AbortRequest("a")]],
+    "end": [[add("a", 2), pause("abort"), add("b", 1), AbortRequest("b")], [pause("abort"), Shutdown()]],
 }
-ROUNDS = {"alone": 4, "abort": 4, "collect": 4, "one busy": 4, "shutdown": 3}
+ROUNDS = dict.fromkeys(SCRIPTS, 3) | dict.fromkeys(("alone", "abort", "collect", "one busy"), 4)
 
 
 @pytest.mark.slow

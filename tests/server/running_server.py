@@ -72,8 +72,8 @@ class RunningServer:
         )
         return int(prompt), int(generated)
 
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60.0)
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60.0, **options)
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -63,6 +63,10 @@ class ServerProcess:
     def status_of(self, path: str) -> int:
         return int(httpx.get(f"{self.url}{path}", timeout=60.0).status_code)
 
+    def post(self, path: str, key: str) -> int:
+        """Return the status of a POST without a body."""
+        return int(httpx.post(f"{self.url}{path}", headers={"Authorization": f"Bearer {key}"}, timeout=60).status_code)
+
     def num_listeners(self) -> int:
         """Return the number of processes that listen on the port."""
         return sum(each.status == psutil.CONN_LISTEN for each in self._sockets())

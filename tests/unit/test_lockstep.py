@@ -56,6 +56,7 @@ def test_fields_of_an_agreement() -> None:
         number=0,
         num_tokens=(3, 9),
         num_sampling=(2, 0),
+        control=0,
         is_idle=False,
         has_requests=True,
         is_decode_only=False,
@@ -80,7 +81,20 @@ def test_one_replica_can_request_load_but_shutdown_needs_all() -> None:
     assert agree(leaving, failed, failed).failed_ranks == (1, 2)
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, 9), (1, 5)])
+def test_a_control_runs_when_all_announce_it() -> None:
+    ready = Intent(num_tokens=0, is_decode_only=True, control=3)
+    busy = Intent(num_tokens=2, is_decode_only=True)
+    assert agree(ready, ready).control == 3
+    assert not agree(ready, ready).is_idle
+    assert agree(ready, busy).control == 0
+    assert agree(ready, NOTHING).is_idle
+    with pytest.raises(LockstepError, match=r"\[3, 4\]"):
+        agree(ready, dataclasses.replace(ready, control=4))
+    with pytest.raises(LockstepError, match=r"\[0, 2\] tokens"):
+        agree(ready, dataclasses.replace(ready, num_tokens=2))
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, 11), (1, 5)])
 def test_replicas_out_of_step_are_named(place: int, value: int) -> None:
     rows = rows_of(NOTHING, NOTHING, NOTHING)
     rows[1][place] = value

@@ -44,7 +44,7 @@ from moeserve.server.schema import (
 )
 from moeserve.server.service import Service
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
 
 
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # differs from request to request

@@ -164,7 +164,7 @@ class ChatChoice(BaseModel):
     index: int
     message: dict[str, Any]
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "abort"]
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 

@@ -57,7 +57,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: int | str | None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None

@@ -312,11 +312,11 @@ class _Answer:
         return b"".join(self._sent(f"response.{kind}", response=begun) for kind in ("created", "in_progress"))
 
     def _is_cut(self, block: Block) -> bool:
-        return self._turn.finish_reason == "length" and block is self._turn.blocks[-1]
+        return self._turn.finish_reason in ("length", "abort") and block is self._turn.blocks[-1]
 
     @property
     def _status(self) -> Literal["completed", "incomplete"]:
-        return "incomplete" if self._turn.finish_reason == "length" else "completed"
+        return "incomplete" if self._turn.finish_reason in ("length", "abort") else "completed"
 
     def _stored_response(self) -> bytes:
         """Return the complete response as JSON. Store it if the request allows that."""

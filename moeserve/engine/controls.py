@@ -1,0 +1,99 @@
+"""`Controls`: runs the controls of an engine one after another, each on all replicas."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from moeserve.controls import Command, Control, ControlResult, Pause, Resume
+from moeserve.engine.launcher import ReplicaHandle
+from moeserve.errors import EngineError
+
+
+class Controls:
+    """The controls that have not ended, the first of which is sent to the replicas, and their effect so far."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+        self._replicas: list[ReplicaHandle] = []  # those that serve
+        self._missing: set[int] = set()  # replicas that have not run the first control
+        self._waiting: deque[tuple[Command, Future[ControlResult]]] = deque()
+        self._number = 0
+        self._ended: list[tuple[Future[ControlResult], ControlResult]] = []  # for the next `finish`
+
+    @property
+    def is_running(self) -> bool:
+        """True if a control has not ended."""
+        return bool(self._waiting)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if `finish` must be called."""
+        return bool(self._ended)
+
+    def finish(self) -> bool:
+        """Complete the futures of controls that have ended. Return True if there are any.
+
+        Called after the updates of the steps before them were handled.
+        """
+        ended, self._ended = self._ended, []
+        for future, result in ended:
+            future.set_result(result)
+        return bool(ended)
+
+    def run(self, command: Command) -> Future[ControlResult]:
+        """Run a command after those before it. The result is an EngineError if the engine fails before."""
+        ended: Future[ControlResult] = Future()
+        ended.set_running_or_notify_cancel()
+        self._waiting.append((command, ended))
+        if len(self._waiting) == 1:
+            self._send_first()
+        return ended
+
+    def begin(self, replicas: Iterable[ReplicaHandle]) -> None:
+        """Bring new replicas into the state of those before. Called before requests are sent to them."""
+        self._replicas, self._missing = list(replicas), set()
+        if self.is_paused:
+            self._send(Pause(mode="keep"))
+
+    def resend(self) -> None:
+        """Send the control that the replicas before had not ended. Called after requests were sent to the new ones."""
+        if self._waiting:
+            self._send_first()
+
+    def note(self, replica: int, results: Iterable[ControlResult]) -> None:
+        """Note that a replica has run controls."""
+        for result in results:
+            if result.number != self._number or replica not in self._missing:
+                continue  # it brought a new replica into the state of those before
+            self._missing.discard(replica)
+            if not self._missing:
+                self._end_first(result)
+
+    def fail(self, error: str) -> None:
+        """End all controls that have not ended with an EngineError."""
+        waiting, self._waiting = self._waiting, deque()
+        self._missing.clear()
+        for _, ended in waiting:
+            ended.set_exception(EngineError(error))
+
+    def _end_first(self, result: ControlResult) -> None:
+        command, ended = self._waiting.popleft()
+        match command:
+            case Pause():
+                self.is_paused = True
+            case Resume():
+                self.is_paused = False
+        self._ended.append((ended, result))
+        if self._waiting:
+            self._send_first()
+
+    def _send_first(self) -> None:
+        self._send(self._waiting[0][0])
+        self._missing = set(range(len(self._replicas)))
+
+    def _send(self, command: Command) -> None:
+        self._number += 1
+        for replica in self._replicas:
+            replica.send(Control(self._number, command))
