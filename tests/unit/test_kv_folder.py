@@ -62,6 +62,16 @@ def test_a_changed_bit_anywhere_is_noticed(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+def test_what_follows_a_damaged_item_is_saved_again_with_it(tmp_path: Path) -> None:
+    store, folder = store_of(new_cache(), tmp_path / "rank"), tmp_path / "rank"
+    assert copied(store, "a", "b", "c", is_load=False) == 3
+    for name in ("b", "c"):
+        (folder / f"{name}.safetensors").write_bytes(b"damaged")
+    assert copied(store, "a", "b", "c", is_load=True) == 1
+    assert copied(store, "a", "b", "c", is_load=False) == 3
+    assert copied(store, "a", "b", "c", is_load=True) == 3
+
+
 @pytest.mark.parametrize("size", ["empty", "cut", "longer"])
 def test_a_file_of_another_size_is_deleted(tmp_path: Path, size: str) -> None:
     store, path = store_of(new_cache(), tmp_path / "rank"), tmp_path / "rank" / "a.safetensors"

@@ -118,8 +118,12 @@ class FolderStore:
             os.replace(file.name, path)
 
     def _load_all(self, transfer: StoreTransfer) -> Iterator[None]:
-        """Load items, and yield after each."""
-        for place, path in self._paths(transfer):
+        """Load items, and yield after each.
+
+        An item that cannot be read is deleted with those after it: all of them are computed now, and then saved again.
+        """
+        items = list(self._paths(transfer))
+        for number, (place, path) in enumerate(items):
             targets = [tensor[place.index] for tensor in self._tensors[place.kind]]
             try:
                 with path.open("rb") as file:  # not mapped: a file that shrinks must not end this process
@@ -127,8 +131,9 @@ class FolderStore:
             except FileNotFoundError:
                 raise
             except (OSError, ValueError) as error:
-                with contextlib.suppress(OSError):
-                    path.unlink()  # else the item would never be saved again
+                for _, unread in items[number:]:
+                    with contextlib.suppress(OSError):
+                        unread.unlink()
                 raise OSError(f"{path} cannot be read: {error}") from error
             for target, part in zip(targets, parts, strict=True):
                 target.copy_(part)
