@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "Talk to a model in the terminal.",
     "serve": "Serve a model over HTTP, with OpenAI's API.",
     "inspect": "Describe a checkpoint and the memory it needs, without loading it.",
+    "verify": "Compare a model's tokens and log-probabilities with those of transformers.",
     "plan": "List the parallel layouts of a checkpoint, and estimate their performance on given hardware.",
     "simulate": "Simulate serving recorded traffic on given hardware, in virtual time.",
     "viz": "Show recorded loads of experts and ranks as a table or a picture.",
