@@ -17,6 +17,7 @@ MODULES = {
     "quality": "quality",
     "ranks": "ranks",
     "rebalance": "rebalance",
+    "expert_memory": "expert_memory",
     "gpu": "gpu.run",
     "gpu_page": "gpu.page",
     "host_step": "host_step",

@@ -12,9 +12,8 @@
 
 #include "arguments.h"
 #include "bindings.h"
-#include "cpu/packed_product.h"
 #include "cpu/packed_weight.h"
-#include "cpu_graph.h"
+#include "packed_weights.h"
 
 namespace nb = nanobind;
 
@@ -184,163 +183,146 @@ void advise_large_pages(const Tensor& memory) {
 #endif
 }
 
-// Packed weights of one shape, with bias and activation. Keeps their tensors alive.
-class PackedWeights {
- public:
-  PackedWeights(const std::string& format, nb::object panels, int64_t num_outputs, int64_t num_inputs, nb::object bias,
-                const std::string& activation, double alpha, double limit, std::optional<int64_t> chunk_inputs)
-      : panels_owner_(std::move(panels)), bias_owner_(std::move(bias)) {
-    product_.format = format_of_name(format);
-    product_.activation = activation_of_name(activation);
-    product_.alpha = static_cast<float>(alpha);
-    product_.limit = static_cast<float>(limit);
-    product_.num_outputs = num_outputs;
-    product_.num_inputs = num_inputs;
-    product_.chunk_inputs = chunks_of(num_inputs, chunk_inputs).chunk_inputs;
-    panels_ = nb::cast<Tensor>(panels_owner_);
-    check_type("panels", panels_, ElementType::kUInt8, "uint8");
-    check_dims("panels", panels_, 2);
-    check_contiguous("panels", panels_);
-    const int64_t num_parts = is_gated(product_.activation) ? 2 : 1;
-    const int64_t bytes = packed_bytes(format, num_outputs, num_inputs, num_parts, product_.chunk_inputs);
-    check_shape("panels", panels_, {panels_.size(0), bytes});
-    num_columns_ = num_outputs / num_parts;
-    if (bias_owner_.is_none()) return;
-    bias_ = nb::cast<Tensor>(bias_owner_);
-    check_float_type("bias", *bias_);
-    check_shape("bias", *bias_, {num_weights(), num_outputs});
-    check_contiguous("bias", *bias_);
-  }
-
-  // Compute output [R, columns]: the first counts[0] rows with the first weight, and so on. The rows are those of input
-  // [R, K], or with indices [R] rows indices[r] / divisor of input [T, K]. With `has_spare_rows`, rows after those of
-  // the last weight are allowed and stay unchanged.
-  void multiply_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows, const Tensor& output,
-                     const std::optional<Tensor>& indices, int64_t divisor) const {
-    check_dims("input", input, 2);
-    check_shape("input", input, {input.size(0), product_.num_inputs});
-    const int64_t num_rows = indices ? indices->size(0) : input.size(0);
-    check_shape("output", output, {num_rows, num_columns_});
-    if (indices) {
-      check_array("indices", *indices, {num_rows}, ElementType::kInt64, "int64");
-      if (divisor < 1) refuse("divisor=" + std::to_string(divisor) + ", but it must be at least 1");
-    }
-    check_shape("counts", counts, {num_weights()});
-    check_type("counts", counts, ElementType::kInt64, "int64");
-    check_contiguous("counts", counts);
-    const PackedProduct product = product_of(input, output);
-    run([this, product, input, counts, has_spare_rows, output, indices, divisor] {
-      const std::vector<RowGroup> groups = groups_of_rows(input, counts, has_spare_rows, output, !indices);
-      if (!indices) return packed_product(product, groups);
-      const auto* rows = numbers<int64_t>(*indices);
-      const int64_t num_rows = count_rows(groups);
-      for (int64_t r = 0; r < num_rows; ++r) {
-        if (rows[r] < 0 || rows[r] / divisor >= input.size(0)) refuse("indices are out of range");
-      }
-      const GatheredRows gathered{static_cast<const char*>(input.data), input.size(0), rows, divisor};
-      packed_product(product, groups, &gathered);
-    });
-  }
-
-  // Compute output [R, columns] of input [R, K] with the only weight.
-  void multiply(const Tensor& input, const Tensor& output) const {
-    check_dims("input", input, 2);
-    check_shape("input", input, {input.size(0), product_.num_inputs});
-    check_shape("output", output, {input.size(0), num_columns_});
-    if (num_weights() != 1) refuse("there are " + std::to_string(num_weights()) + " weights, not one");
-    const PackedProduct product = product_of(input, output);
-    const std::vector<RowGroup> groups{group_of(0, row_of(input, 0), row_of(output, 0), input.size(0))};
-    run([product, groups] { packed_product(product, groups); });
-  }
-
-  // Compute output [R, weights, columns]: input[:, i] with weight i.
-  void multiply_each(const Tensor& input, const Tensor& output) const {
-    check_dims("input", input, 3);
-    check_shape("input", input, {input.size(0), num_weights(), product_.num_inputs});
-    check_shape("output", output, {input.size(0), num_weights(), num_columns_});
-    const PackedProduct product = product_of(input, output);
-    std::vector<RowGroup> groups;
-    for (int64_t weight = 0; weight < num_weights(); ++weight) {
-      groups.push_back(group_of(
-          weight, static_cast<char*>(input.data) + weight * input.strides[1] * element_bytes(input.type),
-          static_cast<char*>(output.data) + weight * output.strides[1] * element_bytes(input.type), input.size(0)));
-    }
-    run([product, groups] { packed_product(product, groups); });
-  }
-
-  int64_t num_weights() const { return panels_.size(0); }
-  int64_t num_bytes() const { return panels_.num_elements(); }
-
- private:
-  PackedProduct product_of(const Tensor& input, const Tensor& output) const {
-    check_float_type("input", input);
-    check_contiguous("input", input, input.num_dims - 1);
-    check_contiguous("output", output, output.num_dims - 1);
-    if (bias_) check_type("input", input, bias_->type, "bias'");
-    const RowForm form = traits_of(product_.format).rows;
-    if (form == RowForm::kBFloat16) check_type("input", input, ElementType::kBFloat16, "bfloat16");
-    if (form == RowForm::kFloat32) check_type("input", input, ElementType::kFloat32, "float32");
-    PackedProduct product = product_;
-    product.type = input.type;
-    product.output_type = output.type;
-    if (output.type != ElementType::kFloat32 || product.activation != Activation::kNone) {
-      check_type("output", output, input.type, "input's");
-    }
-    product.input_stride = input.strides[0];
-    product.output_stride = output.strides[0];
-    return product;
-  }
-
-  static char* row_of(const Tensor& tensor, int64_t row) {
-    return static_cast<char*>(tensor.data) + row * tensor.strides[0] * element_bytes(tensor.type);
-  }
-
-  RowGroup group_of(int64_t weight, const char* input, char* output, int64_t num_rows) const {
-    const char* panels = static_cast<const char*>(panels_.data) + weight * panels_.size(1);
-    const void* bias = nullptr;
-    if (bias_) {
-      bias = static_cast<const char*>(bias_->data) + weight * product_.num_outputs * element_bytes(bias_->type);
-    }
-    return {panels, bias, input, output, num_rows};
-  }
-
-  std::vector<RowGroup> groups_of_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows,
-                                       const Tensor& output, bool has_rows) const {
-    const int64_t all_rows = output.size(0);
-    std::vector<RowGroup> groups;
-    int64_t first_row = 0;
-    for (int64_t weight = 0; weight < num_weights(); ++weight) {
-      const int64_t num_rows = numbers<int64_t>(counts)[weight];
-      if (num_rows < 0 || num_rows > all_rows - first_row) {
-        refuse("counts do not fit the " + std::to_string(all_rows) + " rows of input");
-      }
-      if (num_rows > 0) {
-        const char* own = has_rows ? row_of(input, first_row) : nullptr;
-        groups.push_back(group_of(weight, own, row_of(output, first_row), num_rows));
-      }
-      first_row += num_rows;
-    }
-    if (first_row < all_rows && !has_spare_rows) {
-      refuse("counts add up to " + std::to_string(first_row) + ", but input has " + std::to_string(all_rows) + " rows");
-    }
-    return groups;
-  }
-
-  template <typename Call>
-  void run(const Call& call) const {
-    if (CpuGraph* graph = capturing_cpu_graph()) graph->keep(nb::find(*this));
-    run_kernel(call);
-  }
-
-  nb::object panels_owner_;
-  nb::object bias_owner_;
-  Tensor panels_;
-  std::optional<Tensor> bias_;
-  PackedProduct product_{};
-  int64_t num_columns_;
-};
-
 }  // namespace
+
+PackedWeights::PackedWeights(const std::string& format, nb::object panels, int64_t num_outputs, int64_t num_inputs,
+                             nb::object bias, const std::string& activation, double alpha, double limit,
+                             std::optional<int64_t> chunk_inputs)
+    : panels_owner_(std::move(panels)), bias_owner_(std::move(bias)) {
+  product_.format = format_of_name(format);
+  product_.activation = activation_of_name(activation);
+  product_.alpha = static_cast<float>(alpha);
+  product_.limit = static_cast<float>(limit);
+  product_.num_outputs = num_outputs;
+  product_.num_inputs = num_inputs;
+  product_.chunk_inputs = chunks_of(num_inputs, chunk_inputs).chunk_inputs;
+  panels_ = nb::cast<Tensor>(panels_owner_);
+  check_type("panels", panels_, ElementType::kUInt8, "uint8");
+  check_dims("panels", panels_, 2);
+  check_contiguous("panels", panels_);
+  const int64_t num_parts = is_gated(product_.activation) ? 2 : 1;
+  const int64_t bytes = packed_bytes(format, num_outputs, num_inputs, num_parts, product_.chunk_inputs);
+  check_shape("panels", panels_, {panels_.size(0), bytes});
+  num_columns_ = num_outputs / num_parts;
+  if (bias_owner_.is_none()) return;
+  bias_ = nb::cast<Tensor>(bias_owner_);
+  check_float_type("bias", *bias_);
+  check_shape("bias", *bias_, {num_weights(), num_outputs});
+  check_contiguous("bias", *bias_);
+}
+
+void PackedWeights::multiply_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows, const Tensor& output,
+                                  const std::optional<Tensor>& indices, int64_t divisor) const {
+  check_dims("input", input, 2);
+  check_shape("input", input, {input.size(0), product_.num_inputs});
+  const int64_t num_rows = indices ? indices->size(0) : input.size(0);
+  check_shape("output", output, {num_rows, num_columns_});
+  if (indices) {
+    check_array("indices", *indices, {num_rows}, ElementType::kInt64, "int64");
+    if (divisor < 1) refuse("divisor=" + std::to_string(divisor) + ", but it must be at least 1");
+  }
+  check_array("counts", counts, {num_weights()}, ElementType::kInt64, "int64");
+  const PackedProduct product = product_of(input, output);
+  run([this, product, input, counts, has_spare_rows, output, indices, divisor] {
+    check_counts(counts, num_weights(), output.size(0), has_spare_rows);
+    const std::vector<RowGroup> groups = groups_of_rows(input, counts, output, !indices);
+    if (!indices) return packed_product(product, groups);
+    const auto* rows = numbers<int64_t>(*indices);
+    check_indices(rows, count_rows(groups), divisor, input.size(0));
+    const GatheredRows gathered{static_cast<const char*>(input.data), input.size(0), rows, divisor};
+    packed_product(product, groups, &gathered);
+  });
+}
+
+void PackedWeights::multiply(const Tensor& input, const Tensor& output) const {
+  check_dims("input", input, 2);
+  check_shape("input", input, {input.size(0), product_.num_inputs});
+  check_shape("output", output, {input.size(0), num_columns_});
+  if (num_weights() != 1) refuse("there are " + std::to_string(num_weights()) + " weights, not one");
+  const PackedProduct product = product_of(input, output);
+  const std::vector<RowGroup> groups{group_of(0, row_of(input, 0), row_of(output, 0), input.size(0))};
+  run([product, groups] { packed_product(product, groups); });
+}
+
+void PackedWeights::multiply_each(const Tensor& input, const Tensor& output) const {
+  check_dims("input", input, 3);
+  check_shape("input", input, {input.size(0), num_weights(), product_.num_inputs});
+  check_shape("output", output, {input.size(0), num_weights(), num_columns_});
+  const PackedProduct product = product_of(input, output);
+  std::vector<RowGroup> groups;
+  for (int64_t weight = 0; weight < num_weights(); ++weight) {
+    groups.push_back(group_of(
+        weight, static_cast<char*>(input.data) + weight * input.strides[1] * element_bytes(input.type),
+        static_cast<char*>(output.data) + weight * output.strides[1] * element_bytes(input.type), input.size(0)));
+  }
+  run([product, groups] { packed_product(product, groups); });
+}
+
+PackedProduct PackedWeights::product_of(const Tensor& input, const Tensor& output) const {
+  check_float_type("input", input);
+  check_contiguous("input", input, input.num_dims - 1);
+  check_contiguous("output", output, output.num_dims - 1);
+  if (bias_) check_type("input", input, bias_->type, "bias'");
+  const RowForm form = traits_of(product_.format).rows;
+  if (form == RowForm::kBFloat16) check_type("input", input, ElementType::kBFloat16, "bfloat16");
+  if (form == RowForm::kFloat32) check_type("input", input, ElementType::kFloat32, "float32");
+  PackedProduct product = product_;
+  product.type = input.type;
+  product.output_type = output.type;
+  if (output.type != ElementType::kFloat32 || product.activation != Activation::kNone) {
+    check_type("output", output, input.type, "input's");
+  }
+  product.input_stride = input.strides[0];
+  product.output_stride = output.strides[0];
+  return product;
+}
+
+RowGroup PackedWeights::group_of(int64_t weight, const char* input, char* output, int64_t num_rows) const {
+  return group_of(weight, static_cast<const char*>(panels_.data) + weight * panels_.size(1), input, output, num_rows);
+}
+
+RowGroup PackedWeights::group_of(int64_t weight, const char* panels, const char* input, char* output,
+                                 int64_t num_rows) const {
+  const void* bias = nullptr;
+  if (bias_) {
+    bias = static_cast<const char*>(bias_->data) + weight * product_.num_outputs * element_bytes(bias_->type);
+  }
+  return {panels, bias, input, output, num_rows};
+}
+
+std::vector<RowGroup> PackedWeights::groups_of_rows(const Tensor& input, const Tensor& counts, const Tensor& output,
+                                                    bool has_rows) const {
+  std::vector<RowGroup> groups;
+  int64_t first_row = 0;
+  for (int64_t weight = 0; weight < num_weights(); ++weight) {
+    const int64_t num_rows = numbers<int64_t>(counts)[weight];
+    if (num_rows == 0) continue;
+    const char* own = has_rows ? row_of(input, first_row) : nullptr;
+    groups.push_back(group_of(weight, own, row_of(output, first_row), num_rows));
+    first_row += num_rows;
+  }
+  return groups;
+}
+
+void check_counts(const Tensor& counts, int64_t num_weights, int64_t num_rows, bool has_spare_rows) {
+  int64_t total = 0;
+  for (int64_t weight = 0; weight < num_weights; ++weight) {
+    const int64_t count = numbers<int64_t>(counts)[weight];
+    if (count < 0 || count > num_rows - total) {
+      refuse("counts do not fit the " + std::to_string(num_rows) + " rows of input");
+    }
+    total += count;
+  }
+  if (total < num_rows && !has_spare_rows) {
+    refuse("counts add up to " + std::to_string(total) + ", but input has " + std::to_string(num_rows) + " rows");
+  }
+}
+
+void check_indices(const int64_t* indices, int64_t num_rows, int64_t divisor, int64_t num_sources) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    if (indices[r] < 0 || indices[r] / divisor >= num_sources) refuse("indices are out of range");
+  }
+}
 
 void bind_products(nb::module_& module) {
   using namespace nb::literals;

@@ -8,6 +8,7 @@ namespace moeserve {
 
 void bind_attention(nanobind::module_& module);
 void bind_compressed_attention(nanobind::module_& module);
+void bind_expert_store(nanobind::module_& module);
 void bind_indexer(nanobind::module_& module);
 void bind_layers(nanobind::module_& module);
 void bind_limits(nanobind::module_& module);

@@ -49,6 +49,7 @@ NB_MODULE(_cpu, module) {
 #if defined(MOESERVE_HAS_KERNELS)
   moeserve::bind_attention(module);
   moeserve::bind_compressed_attention(module);
+  moeserve::bind_expert_store(module);
   moeserve::bind_indexer(module);
   moeserve::bind_layers(module);
   moeserve::bind_limits(module);

@@ -35,7 +35,8 @@ using Accumulate = void (*)(const ProductWork& work, float* sums);
 // Return the function of an instruction set.
 Accumulate choose_accumulate(Isa isa);
 
-// Return true if the function of an instruction set expects quantised rows as 16-bit integers.
+// Return true if the function of an instruction set expects rows in a wider form: quantised ones as 16-bit integers,
+// those for weights in bfloat16 as float32.
 bool widens_rows(WeightFormat format, Isa isa);
 
 // Return the layout of quantised rows, or of their chunk with `num_inputs`.

@@ -22,38 +22,21 @@ Accumulate choose_accumulate_float8(Isa isa);
 template <int W, int kRows>
 constexpr int kFloat8Vectors = W == 16 || kRows > 2 ? 2 : 4;
 
-// The rows of a unit: words of two bfloat16, or, for products that widen them, float32.
-template <typename Products, int kRows>
-struct UnitRows {
-  static constexpr int W = Products::W;
-  static constexpr bool kWidens = Products::kParts == 2;
-  const char* words;
-  int64_t stride;
-  alignas(64) float widened[kWidens ? kRows : 1][kWidens ? kFloat8Inputs : 1];
-
-  MOESERVE_INLINE void set(const char* rows, int64_t row_bytes, int64_t num_inputs) {
-    words = rows;
-    stride = row_bytes;
-    for (int r = 0; kWidens && r < kRows; ++r) {
-      const auto* row = reinterpret_cast<const BFloat16*>(rows + r * stride);
-      for (int64_t k = 0; k < num_inputs; k += W) store<W>(widened[r] + k, load_in_order<W>(row + k));
-    }
+// Add the products of two inputs of a row.
+template <typename Products>
+MOESERVE_INLINE void add_pair(Float<Products::W>& sums, const typename Vector<Products::W>::UInt& weights,
+                              const char* row) {
+  if constexpr (Products::kParts == 2) {
+    sums += Products::template widen_part<0>(weights) * Products::template values<0>(row);
+    sums += Products::template widen_part<1>(weights) * Products::template values<1>(row);
+  } else {
+    Products::add(sums, weights, Products::template values<0>(row));
   }
-  // Add the products of inputs k and k + 1 of a row.
-  MOESERVE_INLINE void add(Float<W>& sums, const typename Vector<W>::UInt& weights, int r, int64_t k) const {
-    if constexpr (kWidens) {
-      sums += Products::template widen_part<0>(weights) * broadcast<W>(widened[r][k]);
-      sums += Products::template widen_part<1>(weights) * broadcast<W>(widened[r][k + 1]);
-    } else {
-      const char* word = words + r * stride + k * static_cast<int64_t>(sizeof(BFloat16));
-      Products::add(sums, weights, Products::template values<0>(word));
-    }
-  }
-};
+}
 
 // Multiply the rows with a unit of a panel.
 template <typename Products, int kRows, typename Decoder>
-MOESERVE_INLINE void multiply_unit(const UnitRows<Products, kRows>& rows, const char* codes, int64_t num_inputs,
+MOESERVE_INLINE void multiply_unit(const char* rows, int64_t stride, const char* codes, int64_t num_inputs,
                                    const Decoder& decoder, bool is_first, float* sums) {
   constexpr int W = Products::W;
   constexpr int kVectors = kFloat8Vectors<W, kRows>;
@@ -78,8 +61,9 @@ MOESERVE_INLINE void multiply_unit(const UnitRows<Products, kRows>& rows, const 
       for (int r = 0; r < kRows; ++r) {
         MOESERVE_UNROLL
         for (int v = 0; v < kVectors; ++v) {
-          rows.add(lanes[r][v], weights[v].first, r, k);
-          rows.add(lanes[r][v], weights[v].second, r, k + 2);
+          const char* row = rows + r * stride + k / 2 * Products::kRowBytes;
+          add_pair<Products>(lanes[r][v], weights[v].first, row);
+          add_pair<Products>(lanes[r][v], weights[v].second, row + Products::kRowBytes);
         }
       }
     }
@@ -97,21 +81,23 @@ MOESERVE_INLINE void multiply_few_rows(const ProductWork& work, float* sums) {
   if constexpr (kRows > 1) {
     if (work.num_rows < kRows) return multiply_few_rows<Products, kRows - 1>(work, sums);
   }
-  UnitRows<Products, kRows> rows;
   for (int64_t first = 0; first < work.num_inputs; first += work.unit.inputs) {
-    rows.set(work.input + first * static_cast<int64_t>(sizeof(BFloat16)), work.input_bytes, work.unit.inputs);
+    const char* rows = work.input + first / 2 * Products::kRowBytes;
     for (int p = 0; p < 2; ++p) {
       const char* unit = work.panels[p] + first / work.unit.inputs * work.unit.bytes;
       with_decoder<Products::W>(unit, [&](const auto& decoder) __attribute__((always_inline)) {
-        multiply_unit(rows, unit + kFloat8CodesAt, work.unit.inputs, decoder, first == 0, sums + p * kPanel);
+        multiply_unit<Products, kRows>(rows, work.input_bytes, unit + kFloat8CodesAt, work.unit.inputs, decoder,
+                                       first == 0, sums + p * kPanel);
       });
     }
   }
 }
 
-// Decode both panels block by block, and multiply them with `accumulate_bfloat16`.
+// Decode both panels block by block, and multiply them with the function of an instruction set for bfloat16.
 template <int W>
-MOESERVE_INLINE void decode_and_multiply(const ProductWork& work, Accumulate accumulate_bfloat16, float* sums) {
+MOESERVE_INLINE void decode_and_multiply(const ProductWork& work, Isa isa, float* sums) {
+  const Accumulate accumulate_bfloat16 = choose_accumulate(isa);
+  const int64_t input_bytes = widens_rows(work.format, isa) ? sizeof(float) : sizeof(BFloat16);
   alignas(64) char decoded[2][kFloat8Inputs * kPanel * sizeof(BFloat16)];
   ProductWork part = work;
   part.format = WeightFormat::kBFloat16;
@@ -123,7 +109,7 @@ MOESERVE_INLINE void decode_and_multiply(const ProductWork& work, Accumulate acc
       decode_unit<W>(work.panels[p] + first / work.unit.inputs * work.unit.bytes, work.unit.inputs, decoded[p]);
       part.panels[p] = decoded[p];
     }
-    part.input = work.input + first * static_cast<int64_t>(sizeof(BFloat16));
+    part.input = work.input + first * input_bytes;
     part.is_first = first == 0;
     accumulate_bfloat16(part, sums);
   }

@@ -261,23 +261,27 @@ char* aligned_room(std::vector<char>& room, int64_t num_bytes) {
   return room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64;
 }
 
-// Convert the rows to the form that the kernels read: quantised, or with the inputs of each chunk padded with zeros as
-// in the weights. Rows that already have this form are used in place.
+void widen_row(const BFloat16* row, int64_t size, float* target) {
+  for (int64_t i = 0; i < size; ++i) target[i] = widen(row[i]);
+}
+
+// Convert the rows to the form that the kernels read: quantised, or widened if the instruction set needs it and with
+// the inputs of each chunk padded with zeros as in the weights. Rows that already have this form are used in place.
 PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& groups, Isa isa,
                      std::vector<char>& room) {
   const int64_t element = element_bytes(product.type);
   const InputChunks chunks = product.chunks();
-  const bool quantizes = is_quantized(product.format);
-  if (!quantizes && padded_inputs(product.format, chunks) == product.num_inputs) {
+  const bool quantizes = is_quantized(product.format), widens = widens_rows(product.format, isa);
+  if (!quantizes && !widens && padded_inputs(product.format, chunks) == product.num_inputs) {
     return {product.input_stride * element, chunks.chunk_inputs * element, groups};
   }
   const PanelUnit unit = panel_unit(product.format, chunks.chunk_inputs);
   const auto layout_of = [&](int64_t chunk) {
-    return row_layout(product.format, unit, padded_inputs(product.format, chunks, chunk),
-                      widens_rows(product.format, isa));
+    return row_layout(product.format, unit, padded_inputs(product.format, chunks, chunk), widens);
   };
+  const int64_t prepared_element = widens ? sizeof(float) : element;
   const auto bytes_of = [&](int64_t chunk) {
-    return quantizes ? layout_of(chunk).row_bytes() : padded_inputs(product.format, chunks, chunk) * element;
+    return quantizes ? layout_of(chunk).row_bytes() : padded_inputs(product.format, chunks, chunk) * prepared_element;
   };
   const int64_t chunk_bytes = bytes_of(0);
   const int64_t last = chunks.count() - 1;
@@ -295,8 +299,12 @@ PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& 
         continue;
       }
       for (int64_t r = 0; r < group.num_rows; ++r, from += product.input_stride * element, to += prepared.row_bytes) {
-        std::memcpy(to, from, size * element);
-        std::memset(to + size * element, 0, bytes_of(c) - size * element);
+        if (widens) {
+          widen_row(reinterpret_cast<const BFloat16*>(from), size, reinterpret_cast<float*>(to));
+        } else {
+          std::memcpy(to, from, size * element);
+        }
+        std::memset(to + size * prepared_element, 0, bytes_of(c) - size * prepared_element);
       }
     }
     target += group.num_rows * prepared.row_bytes;

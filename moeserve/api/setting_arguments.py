@@ -68,6 +68,13 @@ class SettingArguments(TypedDict, total=False):
     packed_cache: int | str
     """size of the cache of packed weights on disk, which makes the next start fast, like 16GiB; 0: no cache (an
     integer or a text; default: '16GiB')."""
+    expert_memory: int | str | None
+    """memory of each rank for routed experts, like 8GiB or 25%, on CPUs; those that do not fit are read from a copy
+    on disk when tokens need them; auto: what is free; none: all experts must fit in memory (an integer or a text or
+    None; default: None)."""
+    expert_store: PathLike[str] | str | None
+    """folder of that copy, on a fast disk; none: experts in the folder of moeserve's cache (a text or None;
+    default: None)."""
     seed: int | None
     """seed of dummy weights and of requests without a seed; none: a random one, which is logged (an integer from 0
     to 2**63 - 1 or None; default: 0)."""

@@ -34,6 +34,8 @@ class WeightsConfig:
     load_format: Literal["auto", "dummy"]
     ignore_unused_weights: bool
     packed_cache: int  # bytes
+    expert_memory: int | float | Literal["auto"] | None  # bytes of each rank, or a share; None: all are in memory
+    expert_store: str | None  # folder of experts that are not in memory; None: one in the cache folder
     seed: int  # of dummy weights, and of sampling
     file_hashes: tuple[tuple[str, str], ...]  # of the files that the first ranks have read; empty until then
     rl: bool  # a trainer may update the weights

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import cast, get_args
+import re
+from typing import Literal, cast, get_args
 
 from moeserve.config.devices import DEVICES
 from moeserve.config.engine_config import WeightsConfig
@@ -49,8 +50,44 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
         dtype=dtype,
         quantization=quantization,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
+        expert_memory=_expert_memory(settings, facts),
         seed=model.seed or 0,
     )
+
+
+def _expert_memory(settings: Settings, facts: Facts) -> int | float | Literal["auto"] | None:
+    """Return the bytes of each rank for experts, or a share of all; None if all are in memory.
+
+    Raises:
+        SettingsError: another setting excludes experts on disk.
+    """
+    model = settings.model
+    if model.expert_memory is None:
+        if model.expert_store is not None:
+            raise SettingsError(
+                f"expert_store={shown(model.expert_store)} has no effect without expert_memory: set that to the memory "
+                "for experts, or to 'auto'"
+            )
+        return None
+    what = f"expert_memory={shown(model.expert_memory)}"
+    if facts.on_gpu:
+        raise SettingsError(f"{what} is for CPUs, and device='cuda'; leave it out")
+    if not facts.checkpoint.num_sparse_layers:
+        raise SettingsError(f"{what}, but {facts.checkpoint.path} has no experts; leave it out")
+    if not facts.machine.has_kernels:
+        raise SettingsError(f"{what} needs the C++ kernels: {INSTALL_COMPILER}")
+    for name, value, needed in (
+        ("load_format", model.load_format, "auto"),
+        ("model_impl", model.model_impl, "auto"),
+        ("rebalance", settings.parallel.rebalance, "off"),
+    ):
+        if value not in (needed, "moeserve"):
+            raise SettingsError(f"{what} does not work with {name}={shown(value)}; leave one of them out")
+    if model.expert_memory == "auto":
+        return "auto"
+    if isinstance(model.expert_memory, str) and (share := re.fullmatch(r"(\d+(?:\.\d+)?)%", model.expert_memory)):
+        return float(share[1]) / 100
+    return parse_bytes("expert_memory", model.expert_memory)
 
 
 def _own_quantization(name: str | None, facts: Facts) -> QuantizationName | None:

@@ -94,6 +94,14 @@ class ModelSettings:
         "16GiB",
         "size of the cache of packed weights on disk, which makes the next start fast, like 16GiB; 0: no cache",
     )
+    expert_memory: int | str | None = setting(
+        None,
+        "memory of each rank for routed experts, like 8GiB or 25%, on CPUs; those that do not fit are read from a copy "
+        "on disk when tokens need them; auto: what is free; none: all experts must fit in memory",
+    )
+    expert_store: str | None = setting(
+        None, "folder of that copy, on a fast disk; none: experts in the folder of moeserve's cache"
+    )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = setting(
         0, "seed of dummy weights and of requests without a seed; none: a random one, which is logged"
     )

@@ -103,6 +103,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.int4_scales = None
         self.stored_rows: tuple[StoredRows, ...] = ()  # formats in which the weights stay as stored; empty: none
         self.fills_panels = False
+        self.is_on_disk = False  # packed into a file, of which kernels read copies: see models/expert_store
 
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
@@ -259,7 +260,12 @@ class Weights(nn.Module, Generic[AnyProduct]):
             return
         if self.fills_panels:
             return self.adopt(self._allocated_panels())
-        self._use(packing.pack(self.open, packed_format, in_place=self.packs_in_place))
+        self._use(packing.pack(self.open, packed_format, self.panels, in_place=self.packs_in_place))
+
+    def fill_on_disk(self, panels: Tensor) -> None:
+        """Pack the weights into [e, bytes] uint8 of a file. Called before they are filled."""
+        assert self.is_on_disk
+        self.panels = panels
 
     def adopt(self, panels: Tensor) -> None:
         """Use panels that an earlier start packed from the same weights, instead of `pack`."""
@@ -272,7 +278,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         """True if packing needs no other memory than that of the open weights."""
         packed_format, packing = self.packed_format, self._packing
         fits = packed_format is not None and packing is not None and packing.fits_in_place(self.open, packed_format)
-        return fits and not self.is_borrowed
+        return fits and not self.is_borrowed and not self.is_on_disk
 
     @property
     def num_packed_bytes(self) -> int:

@@ -183,6 +183,8 @@ def _build_without_memory(
 
 
 def _kept_bytes(weights: AnyWeights) -> int:
+    if weights.is_on_disk:
+        return 0
     if weights.packs:
         return weights.num_packed_bytes
     return 0 if weights.is_borrowed else _open_bytes(weights)

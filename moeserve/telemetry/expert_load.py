@@ -21,6 +21,15 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
+class DiskReads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The experts that steps found in memory or read from disk, on all ranks together (`expert_memory`)."""
+
+    num_found: Count  # experts that a layer needed in a step, and found in memory
+    num_read: Count  # those that it had to read
+    num_bytes: Count  # read
+    wait_seconds: Seconds  # that ranks waited for them
+
+
 class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The expert load of consecutive steps.
 
@@ -47,6 +56,7 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokens_of_rank: tuple[tuple[Count, ...], ...]  # by layer, by rank
     # By layer, rank and slot: the logical expert at the end of the window.
     logical_of_slot: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    disk: DiskReads | None = None  # None: all experts are in memory
 
     def __post_init__(self) -> None:
         for name, table in (("tokens_of_expert", self.tokens_of_expert), ("tokens_of_rank", self.tokens_of_rank)):
@@ -123,6 +133,7 @@ def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
         straggler_seconds=math.fsum(window.straggler_seconds for window in windows),
         layers=last.layers,
         logical_of_slot=last.logical_of_slot,
+        disk=_added_reads(windows),
         tokens_of_expert=_added([window.tokens_of_expert for window in windows]),
         tokens_of_rank=_added([window.tokens_of_rank for window in windows]),
     )
@@ -141,6 +152,7 @@ def joined(stages: Sequence[LoadWindow]) -> LoadWindow:
         tokens_of_expert=tuple(counts for window in stages for counts in window.tokens_of_expert),
         tokens_of_rank=tuple(counts for window in stages for counts in window.tokens_of_rank),
         logical_of_slot=tuple(ranks for window in stages for ranks in window.logical_of_slot),
+        disk=_added_reads(stages),
     )
 
 
@@ -199,3 +211,15 @@ def _shown_sizes(window: LoadWindow) -> str:
 
 def _added(tables: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True))
+
+
+def _added_reads(windows: Sequence[LoadWindow]) -> DiskReads | None:
+    reads = [window.disk for window in windows if window.disk is not None]
+    if not reads:
+        return None
+    return DiskReads(
+        num_found=sum(each.num_found for each in reads),
+        num_read=sum(each.num_read for each in reads),
+        num_bytes=sum(each.num_bytes for each in reads),
+        wait_seconds=math.fsum(each.wait_seconds for each in reads),
+    )

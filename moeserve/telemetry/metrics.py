@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from moeserve.errors import SettingsError, missing_extra, shown
-from moeserve.telemetry.expert_load import LoadWindow, evenness, max_over_mean, padding_share
+from moeserve.telemetry.expert_load import DiskReads, LoadWindow, evenness, max_over_mean, padding_share
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -30,6 +30,12 @@ COUNTERS: dict[str, tuple[str, Callable[[LoadWindow], float]]] = {
         lambda window: window.bytes_dispatched,
     ),
     "moeserve_straggler_seconds": ("Time that ranks waited for slower ranks.", lambda window: window.straggler_seconds),
+}
+DISK_COUNTERS: dict[str, tuple[str, Callable[[DiskReads], float]]] = {
+    "moeserve_experts_found": ("Experts that steps found in memory.", lambda reads: reads.num_found),
+    "moeserve_experts_read": ("Experts that steps read from disk.", lambda reads: reads.num_read),
+    "moeserve_expert_bytes_read": ("Bytes of experts read from disk.", lambda reads: reads.num_bytes),
+    "moeserve_expert_wait_seconds": ("Time that ranks waited for experts.", lambda reads: reads.wait_seconds),
 }
 GAUGES: dict[str, tuple[str, Callable[[LoadWindow], float]]] = {
     "moeserve_padding_ratio": ("Share of padding in the last window.", padding_share),
@@ -59,6 +65,9 @@ class LoadMetrics:
         from prometheus_client import Counter, Gauge
 
         self._counters = [(Counter(name, help, registry=registry), value) for name, (help, value) in COUNTERS.items()]
+        self._disk_counters = [
+            (Counter(name, help, registry=registry), value) for name, (help, value) in DISK_COUNTERS.items()
+        ]
         self._gauges = [(Gauge(name, help, registry=registry), value) for name, (help, value) in GAUGES.items()]
         self._layer_gauges = [
             (Gauge(name, help, ["layer"], registry=registry), value) for name, (help, value) in LAYER_GAUGES.items()
@@ -68,6 +77,9 @@ class LoadMetrics:
         """Add a window."""
         for counter, total in self._counters:
             counter.inc(total(window))
+        if window.disk is not None:
+            for counter, of_reads in self._disk_counters:
+                counter.inc(of_reads(window.disk))
         for gauge, value in self._gauges:
             gauge.set(value(window))
         for gauge, of_layer in self._layer_gauges:

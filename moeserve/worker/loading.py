@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,8 +39,12 @@ from moeserve.models.rank_model import RankModel
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_mapping import destinations
 from moeserve.ops.backend import Backend
+from moeserve.ops.products.cpu import CpuExpertStore
 from moeserve.ops.select import select_backend
 from moeserve.worker.room import require_room
+
+if TYPE_CHECKING:
+    from moeserve.models.expert_store.budget import Budget
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +59,7 @@ class LoadedModel:
 
     model: RankModel
     mapped_bytes: int = 0  # size of weights that are mapped from a file
+    expert_store: CpuExpertStore | None = None  # None: all experts are in memory
     file_hashes: FileHashes = ()  # of the checkpoint's files; empty for random weights
 
 
@@ -94,12 +100,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if checkpoint is not None:
         file_hashes = _hash_files(config, (tensor.shard for tensor in checkpoint.tensors.values()))
         _choose_packing(config, description, checkpoint, model)
-    memory = loading_memory(model, fills_all_first=weights.load_format == "dummy")
-    wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
-    free = free_bytes(config)
-    if memory.peak > free:
-        raise CheckpointError(_too_large(config, memory, free))
-    require_room(config, model.cache_needs, free - memory.kept)
+    memory, budget = _check_memory(config, model)
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
     if checkpoint is None:
@@ -107,8 +108,8 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         fill_randomly(model, weights.seed)
         packer.finish()
         return LoadedModel(model.eval())
-    mapped_bytes = _load(config, description, checkpoint, model, placements, memory.kept, show_progress=show_progress)
-    return LoadedModel(model.eval(), mapped_bytes, file_hashes)
+    loaded = _load(config, description, checkpoint, model, placements, memory.kept, budget, show_progress=show_progress)
+    return replace(loaded, file_hashes=file_hashes)
 
 
 def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
@@ -123,6 +124,27 @@ def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
     return found
 
 
+def _check_memory(config: EngineConfig, model: Decoder) -> tuple[LoadingMemory, Budget | None]:
+    """Return the memory that the weights of a model without memory need, and that of experts if some are on disk.
+
+    Raises:
+        CheckpointError: the weights do not fit in memory.
+        SettingsError: the settings need more memory than is left.
+    """
+    wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
+    free = free_bytes(config)
+    budget = None
+    if config.weights.expert_memory is not None:
+        from moeserve.models.expert_store.budget import choose_budget
+
+        budget = choose_budget(model, config.weights.expert_memory, free, config.cache.kv_cache_memory)
+    memory = loading_memory(model, fills_all_first=config.weights.load_format == "dummy")
+    if memory.peak > free:
+        raise CheckpointError(_too_large(config, memory, free))
+    require_room(config, model.cache_needs, free - memory.kept - (0 if budget is None else budget.num_bytes))
+    return memory, budget
+
+
 def _load(
     config: EngineConfig,
     description: registry.Description,
@@ -130,32 +152,43 @@ def _load(
     model: Decoder,
     placements: Sequence[Placement],
     num_bytes: int,
+    budget: Budget | None,
     *,
     show_progress: bool,
-) -> int:
-    """Load a model's weights, of `num_bytes`. Return the size of those that are mapped from a file."""
+) -> LoadedModel:
+    """Load a model's weights, of `num_bytes`, or of more if there is a budget for its experts."""
     weights = config.weights
+
+    def fill(packer: Packer) -> None:
+        load_weights(
+            checkpoint,
+            destinations(model, description.family.norm_offset, checkpoint.shapes),
+            on_filled=packer.on_filled,
+            ignore_unused=weights.ignore_unused_weights,
+            show_progress=show_progress,
+        )
+        packer.finish()
+
+    key = _cache_key(config, model, placements, checkpoint)
+    if budget is not None:
+        from moeserve.models.expert_store.loading import load_with_store
+
+        folder = cache_folder() / "experts" if weights.expert_store is None else Path(weights.expert_store)
+        path = folder / f"{key}.safetensors"
+        store = load_with_store(model, budget, path, fill, says=model.groups.rank == 0)
+        return LoadedModel(model.eval(), expert_store=store)
     cache = PackedWeightCache(cache_folder() / "packed", weights.packed_cache)
     # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
     has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and config.experts.rebalance == "off"
     is_cached = has_cache and num_bytes >= MIN_CACHED_BYTES
-    key = _cache_key(config, model, placements, checkpoint) if is_cached else ""
     if is_cached and (state := cache.load(key)) is not None:
         if adopt_state(model, state):
-            return sum(tensor.nbytes for tensor in state.values())
+            return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
         cache.remove(key)
-    packer = Packer(model)
-    load_weights(
-        checkpoint,
-        destinations(model, description.family.norm_offset, checkpoint.shapes),
-        on_filled=packer.on_filled,
-        ignore_unused=weights.ignore_unused_weights,
-        show_progress=show_progress,
-    )
-    packer.finish()
+    fill(Packer(model))
     if is_cached:
         CacheWriter(model, cache, key, packed_state(model)).start()
-    return 0
+    return LoadedModel(model.eval())
 
 
 def _choose_packing(
@@ -243,7 +276,8 @@ def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
         f"and {shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are "
         f"free{share}{limits}. "
         "Use a machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, "
-        "fp8 on GPUs); `moeserve inspect` lists the sizes of its parts"
+        "fp8 on GPUs); on a CPU, expert_memory='auto' reads experts that do not fit from disk; `moeserve "
+        "inspect` lists the sizes of its parts"
     )
 
 

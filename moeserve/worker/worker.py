@@ -37,7 +37,7 @@ from moeserve.models.rank_model import RankModel
 from moeserve.ops.backend import Backend
 from moeserve.ops.native import missing_kernels, set_num_threads
 from moeserve.ops.side_stream import CudaSideStream
-from moeserve.protocol import RankReport, StepPlan, StepResult, TransferResult
+from moeserve.protocol import ChunkResult, RankReport, StepPlan, StepResult, TransferResult
 from moeserve.scheduling.lockstep import Agreement, Round, RoundResult, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
@@ -112,7 +112,9 @@ class Worker:
         reserved_bytes = factory.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
         self.num_blocks = self._count_blocks(config, loaded, context, reserved_bytes)
 
-        self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)  # starts at zero
+        self._expert_store = loaded.expert_store
+        loads = {number: layer.load for number, layer in layers.items()}
+        self.load_meter = LoadMeter(loads, groups, loaded.expert_store)  # starts at zero
         side_stream = CudaSideStream() if config.compute.device == "cuda" else None
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
@@ -279,7 +281,7 @@ class Worker:
         load, self._load = self._load, None
 
         def finish() -> RoundResult:
-            chunks = step.finish() if step is not None else []
+            chunks = self._with_read_errors(step.finish()) if step is not None else []
             # Exclude the time until `_finished_s`, in which a GPU may still have computed the previous step.
             seconds = time.perf_counter() - max(started, self._finished_s)
             self._finished_s = time.perf_counter()
@@ -300,6 +302,18 @@ class Worker:
         if self._reports_state or self._previous.is_done:  # a report is of the table before the next plan changes it
             self._previous.finish()
         return self._previous
+
+    def _with_read_errors(self, chunks: list[ChunkResult]) -> list[ChunkResult]:
+        """Log the experts that the step could not read from disk, and name the first in the results that lack them."""
+        errors = [] if self._expert_store is None else self._expert_store.take_errors()
+        for error in errors:
+            logger.error(error)
+        if not errors:
+            return chunks
+        return [
+            chunk if chunk.error is None else msgspec.structs.replace(chunk, error=f"{chunk.error} ({errors[0]})")
+            for chunk in chunks
+        ]
 
     def _reports(self, plan: StepPlan | None) -> list[RankReport]:
         slots = plan.slots if plan else []

@@ -32,6 +32,8 @@ Accumulate choose_accumulate(Isa isa) {
   return accumulate_neon_bf16;
 }
 
-bool widens_rows(WeightFormat, Isa) { return false; }
+bool widens_rows(WeightFormat format, Isa isa) {
+  return traits_of(format).rows == RowForm::kBFloat16 && isa != Isa::kNeonBf16;
+}
 
 }  // namespace moeserve

@@ -15,7 +15,7 @@ MOESERVE_TARGET_NEON_BF16 void multiply_neon_bf16(const ProductWork& work, float
 
 template <Isa kIsa>
 void accumulate_float8(const ProductWork& work, float* sums) {
-  if (work.num_rows > kFewFloat8Rows) return decode_and_multiply<4>(work, choose_accumulate(kIsa), sums);
+  if (work.num_rows > kFewFloat8Rows) return decode_and_multiply<4>(work, kIsa, sums);
   return (kIsa == Isa::kNeonBf16 ? multiply_neon_bf16 : multiply_neon)(work, sums);
 }
 

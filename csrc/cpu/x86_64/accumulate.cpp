@@ -158,6 +158,9 @@ Accumulate choose_accumulate(Isa isa) {
   return accumulate_amx;
 }
 
-bool widens_rows(WeightFormat format, Isa isa) { return isa == Isa::kAvx2 && widens_pairs(format); }
+bool widens_rows(WeightFormat format, Isa isa) {
+  if (traits_of(format).rows == RowForm::kBFloat16) return isa < Isa::kAvx512Bf16;
+  return isa == Isa::kAvx2 && widens_pairs(format);
+}
 
 }  // namespace moeserve

@@ -12,6 +12,7 @@ struct DotPairs {
   static constexpr int kParts = 1;
   using UInt = Vector<W>::UInt;
 
+  static constexpr int kRowBytes = 4;
   template <int kPart>
   static MOESERVE_INLINE UInt values(const char* words) {
     return broadcast_word<W>(words);
@@ -23,11 +24,11 @@ struct DotPairs {
   }
 };
 
-MOESERVE_TARGET_AVX2 void decode_avx2(const ProductWork& work, Accumulate accumulate_bfloat16, float* sums) {
-  decode_and_multiply<8>(work, accumulate_bfloat16, sums);
+MOESERVE_TARGET_AVX2 void decode_avx2(const ProductWork& work, Isa isa, float* sums) {
+  decode_and_multiply<8>(work, isa, sums);
 }
-MOESERVE_TARGET_AVX512 void decode_avx512(const ProductWork& work, Accumulate accumulate_bfloat16, float* sums) {
-  decode_and_multiply<16>(work, accumulate_bfloat16, sums);
+MOESERVE_TARGET_AVX512 void decode_avx512(const ProductWork& work, Isa isa, float* sums) {
+  decode_and_multiply<16>(work, isa, sums);
 }
 
 MOESERVE_TARGET_AVX2 void multiply_avx2(const ProductWork& work, float* sums) {
@@ -44,7 +45,7 @@ template <Isa kIsa>
 void accumulate_float8(const ProductWork& work, float* sums) {
   constexpr bool kIsWide = kIsa >= Isa::kAvx512;
   if (work.num_rows > kFewFloat8Rows || kIsa == Isa::kAmx) {
-    return (kIsWide ? decode_avx512 : decode_avx2)(work, choose_accumulate(kIsa), sums);
+    return (kIsWide ? decode_avx512 : decode_avx2)(work, kIsa, sums);
   }
   return (kIsa == Isa::kAvx512Bf16 ? multiply_avx512_bf16 : kIsWide ? multiply_avx512 : multiply_avx2)(work, sums);
 }

@@ -11,7 +11,9 @@ from moeserve.layers.chunked_sums import InputShare
 from moeserve.layers.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops import products
+from moeserve.ops.products.cpu import CpuStoredExperts
 from moeserve.ops.rows.activations import Activation, num_parts_of
+from moeserve.ops.rows.interface import plain_rows
 
 
 class Experts(nn.Module):
@@ -55,6 +57,7 @@ class Experts(nn.Module):
             kind, gate_up_shape, context, has_bias=has_bias, activation=activation, limits=limits, feeds=down
         )
         self.down = down
+        self.stored: CpuStoredExperts | None = None  # computes in place of both, with weights on disk
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -66,6 +69,9 @@ class Experts(nn.Module):
         gate_up, down, groups = self.gate_up.product, self.down.product, tokens.groups
         output: Tensor
         match tokens:
+            case PackedTokens() if self.stored is not None:
+                rows_RD = plain_rows(tokens.rows_RD)
+                output = self.stored.multiply(rows_RD, groups, tokens.gather, tokens.out_RD)
             case PackedTokens():
                 middle = gate_up.multiply(self.gate_up.input_of(tokens.rows_RD), groups, tokens.gather)
                 output = down.multiply(middle, groups, out_RC=tokens.out_RD)

@@ -29,6 +29,7 @@ from moeserve.ops.native import native_kernels
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; kernels need every tensor to begin at a multiple of it
+PAGE_BYTES = 4096  # at whose multiples experts on disk begin, so that they are read without others
 PARTIAL = ".partial"
 NEW_SECONDS = 10  # age below which a partial file is kept, because its writer may not have locked it yet
 BLOCK_BYTES = 16 * 2**20  # bytes written between two syncs, at which writing can be cancelled
@@ -81,8 +82,7 @@ class PackedWeightCache:
         Args:
             is_cancelled: called repeatedly; once it returns True, writing stops and the partial file is removed.
         """
-        header = _header(tensors)
-        num_bytes = len(header) + sum(_padded(tensor.nbytes) for tensor in tensors.values())
+        header, _, num_bytes = header_of({name: tensor.nbytes for name, tensor in tensors.items()})
         if num_bytes > self.max_bytes:
             logger.info(
                 "packed weights are not cached: they take %s, and packed_cache allows %s",
@@ -123,11 +123,7 @@ class PackedWeightCache:
 
     def _evict(self, num_bytes: int) -> None:
         """Delete partial files of killed processes, and the least recently used entries until `num_bytes` fit."""
-        for path in self.folder.glob(f"*{PARTIAL}"):
-            with contextlib.suppress(OSError), path.open("rb") as file:  # another process has removed or locked it
-                if time.time() - path.stat().st_mtime > NEW_SECONDS:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+        remove_abandoned(self.folder)
         found = []
         for path in self.folder.glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):  # deleted by the user or by `remove`
@@ -138,6 +134,15 @@ class PackedWeightCache:
                 return
             path.unlink(missing_ok=True)
             total -= size
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Delete partial files of killed processes."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # another process has removed or locked it
+            if time.time() - path.stat().st_mtime > NEW_SECONDS:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def hash_key(*facts: object) -> str:
@@ -181,21 +186,27 @@ def sampled_digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def _padded(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-num_bytes // alignment) * alignment
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file, padded with spaces so that tensors begin at multiples of `ALIGNMENT`."""
+def header_of(sizes: Mapping[str, int], alignment: int = ALIGNMENT) -> tuple[bytes, dict[str, int], int]:
+    """Return the header of a safetensors file, where each tensor begins in the file, and the size of the file.
+
+    Args:
+        sizes: bytes of each tensor.
+        alignment: Tensors are padded, so that each begins at a multiple of it.
+    """
     header: dict[str, object] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        size = _padded(tensor.nbytes)
+    starts, end = {}, 0
+    for name, num_bytes in sizes.items():
+        size = _padded(num_bytes, alignment)
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
-        end += size
+        starts[name], end = end, end + size
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    text += b" " * (-(8 + len(text)) % alignment)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + first for name, first in starts.items()}, start + end
 
 
 def _write(file: IO[bytes], header: bytes, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -47,7 +47,8 @@ def _has_whole_panels(place: Destination, weights: AnyWeights) -> bool:
 class Packer:
     """Packs each weight as soon as it is fully loaded, so the model is never held twice."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_packed: Callable[[AnyWeights], None] = lambda weights: None) -> None:
+        self._on_packed = on_packed
         self._num_missing = {
             weights: sum(tensor.numel() for tensor in weights.open_tensors)
             for weights in weights_of(model).values()
@@ -67,11 +68,13 @@ class Packer:
         if self._num_missing[owner] == 0:
             del self._num_missing[owner]
             owner.pack()
+            self._on_packed(owner)
 
     def finish(self) -> None:
         """Pack all remaining weights after everything has been filled."""
         for weights in sorted(self._num_missing, key=lambda weights: weights.is_borrowed):  # lending weights first
             weights.pack()
+            self._on_packed(weights)
         self._num_missing.clear()
 
 
@@ -83,16 +86,24 @@ def packed_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def state_places(model: nn.Module) -> tuple[dict[str, AnyWeights], dict[str, nn.Parameter]]:
+    """Return where `adopt_state` puts tensors, by name: weights that will be packed, and other parameters.
+
+    The model's weights may be without memory.
+    """
+    packed = {name: weights for name, weights in weights_of(model).items() if weights.packs}
+    memories = {f"{name}.{part}" for name in packed for part in ("memory", "scales")}
+    panels = {f"{name}.panels": weights for name, weights in packed.items()}
+    return panels, {name: weight for name, weight in model.named_parameters() if name not in memories}
+
+
 def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     """Set the weights of a model to the tensors of a packed one, instead of filling and packing them.
 
     A tensor may have padding at its end. Return False, without changing the model, if the tensors do not belong to this
     model.
     """
-    packed = {name: weights for name, weights in weights_of(model).items() if weights.packs}
-    panels = {f"{name}.panels": weights for name, weights in packed.items()}
-    memories = {f"{name}.{part}" for name in packed for part in ("memory", "scales")}
-    parameters = {name: weight for name, weight in model.named_parameters() if name not in memories}
+    panels, parameters = state_places(model)
     sizes = {name: weights.num_packed_bytes for name, weights in panels.items()}
     sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}
     if state.keys() != sizes.keys() or any(state[name].nbytes < size for name, size in sizes.items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -31,6 +31,7 @@ from moeserve.ops.rows.activations import kernel_arguments
 LARGE_PAGE_BYTES = 2**21
 MIN_LARGE_PAGES_BYTES = 2**22
 SHARED_BYTES = 2**25  # memory that smaller weights share
+NUM_READERS = 16  # threads that read experts; with fewer, some disks do not reach their rate
 
 
 def native_weights(native: ModuleType, packed: PackedWeights) -> Any:
@@ -73,20 +74,23 @@ class CpuGroupedProduct:
     """A `GroupedProduct` in C++."""
 
     def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
-        self._weights = native_weights(native, packed)
+        self.weights = native_weights(native, packed)
         self._num_columns, self._keeps_float32 = packed.num_columns, packed.keeps_float32
+
+    def new_output(self, rows_RI: Tensor, gather: Gather | None) -> Tensor:
+        """Return memory for the results."""
+        dtype = torch.float32 if self._keeps_float32 else rows_RI.dtype
+        return new_empty(rows_RI, len(rows_RI if gather is None else gather.indices_R), self._num_columns, dtype=dtype)
 
     def multiply(
         self, rows_RI: Tensor, groups: RowGroups, gather: Gather | None = None, out_RC: Tensor | None = None
     ) -> Tensor:
         indices_R, divisor = gather or (None, 1)
         if out_RC is None:
-            dtype = torch.float32 if self._keeps_float32 else rows_RI.dtype
-            num_rows = len(rows_RI) if indices_R is None else len(indices_R)
-            out_RC = new_empty(rows_RI, num_rows, self._num_columns, dtype=dtype)
+            out_RC = self.new_output(rows_RI, gather)
         if is_measured():
             return out_RC.zero_()
-        self._weights.multiply_rows(rows_RI, groups.counts_e, groups.has_spare_rows, out_RC, indices_R, divisor)
+        self.weights.multiply_rows(rows_RI, groups.counts_e, groups.has_spare_rows, out_RC, indices_R, divisor)
         return out_RC
 
     def multiply_slots(self, slots_eSI: Tensor, groups: RowGroups) -> Tensor:
@@ -94,6 +98,105 @@ class CpuGroupedProduct:
         output_eSC = slots_eSI.new_zeros(*slots_eSI.shape[:2], self._num_columns)
         output_eSC[is_used_eS] = self.multiply(slots_eSI[is_used_eS], groups)
         return output_eSC
+
+
+class CpuExpertStore:
+    """The experts of all layers in a file, of which some are in memory: see csrc/host/expert_store.h.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, native: ModuleType, path: str) -> None:
+        self._native = native.ExpertStore(path, NUM_READERS)
+        self.num_slots: list[int] = []  # by layer: experts that are in memory at a time
+
+    def add_layer(
+        self,
+        gate_up: CpuGroupedProduct,
+        down: CpuGroupedProduct,
+        parts: Sequence[Sequence[tuple[int, int, int]]],
+        num_slots: int,
+    ) -> CpuStoredExperts:
+        """Add the next layer, and return its products.
+
+        Args:
+            parts: offset, size in bytes and checksum of the weights of each expert, for gate_up and for down.
+            num_slots: experts that are in memory at a time.
+        """
+        self._native.add_layer(*parts, num_slots)
+        self.num_slots.append(num_slots)
+        return CpuStoredExperts(self._native, len(self.num_slots) - 1, gate_up, down)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the experts that are in memory."""
+        return int(self._native.num_slot_bytes)
+
+    @property
+    def is_direct(self) -> bool:
+        """False if the file system makes reads go through the page cache."""
+        return bool(self._native.is_direct)
+
+    def counters(self) -> list[tuple[int, int, int, int]]:
+        """Return for each layer the experts found in memory, those read, bytes read, and nanoseconds waited for."""
+        counters: list[tuple[int, int, int, int]] = self._native.counters()
+        return counters
+
+    def totals(self) -> list[int]:
+        """Return `counters` of all layers together."""
+        return list(map(sum, zip(*self.counters(), strict=True)))
+
+    def record(self, *, is_on: bool) -> list[tuple[int, list[int]]]:
+        """Record which experts layers need from now on, or no more. Return what was recorded: layers and experts."""
+        numbers, found = self._native.record(is_on), []
+        while numbers:
+            layer, size = numbers[:2]
+            found.append((layer, numbers[2 : 2 + size]))
+            numbers = numbers[2 + size :]
+        return found
+
+    def take_errors(self) -> list[str]:
+        """Return which experts could not be read since the last call, and why."""
+        errors: list[str] = self._native.take_errors()
+        return errors
+
+
+class CpuStoredExperts:
+    """The two products of a layer's experts, in turn, with weights that a store reads when rows need them.
+
+    Args:
+        native: the kernels' `ExpertStore`.
+        layer: the layer's number in the store.
+    """
+
+    def __init__(self, native: Any, layer: int, gate_up: CpuGroupedProduct, down: CpuGroupedProduct) -> None:
+        self._native, self._layer, self._gate_up, self._down = native, layer, gate_up, down
+
+    def multiply(self, rows_RI: Tensor, groups: RowGroups, gather: Gather | None, out_RC: Tensor | None) -> Tensor:
+        """Return [R, C], the same bytes as those of one product after the other. See `GroupedProduct`.
+
+        The rows of an expert that cannot be read are NaN.
+        """
+        indices_R, divisor = gather or (None, 1)
+        middle_RI = self._gate_up.new_output(rows_RI, gather)
+        if out_RC is None:
+            out_RC = self._down.new_output(middle_RI, None)
+        if is_measured():
+            return out_RC.zero_()
+        self._native.multiply(
+            self._layer,
+            self._gate_up.weights,
+            self._down.weights,
+            rows_RI,
+            groups.counts_e,
+            groups.has_spare_rows,
+            middle_RI,
+            out_RC,
+            indices_R,
+            divisor,
+        )
+        return out_RC
 
 
 class CpuHeadProduct:
@@ -207,13 +310,15 @@ class CpuPacking:
         is_same_format = packed_format == str(weights.weight_eOI.dtype).removeprefix("torch.")
         return is_same_format and self.num_bytes(weights, packed_format) == weights.weight_eOI[0].nbytes
 
-    def pack(self, weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool) -> PackedWeights:
-        """Return the packed weights, in new memory or, if `in_place`, in the memory of the open weights."""
+    def pack(
+        self, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor | None = None, *, in_place: bool
+    ) -> PackedWeights:
+        """Return the packed weights, in `panels`, in the memory of the open weights if `in_place`, or in new memory."""
         weight_eOI, size = weights.weight_eOI, self.num_bytes(weights, packed_format)
         if in_place:
             assert self.fits_in_place(weights, packed_format)
             panels = weight_eOI.data.view(torch.uint8).view(len(weight_eOI), size)
-        else:
+        elif panels is None:
             panels = self.allocate_weights((len(weight_eOI), size), torch.uint8, weight_eOI.device)
         if weights.is_mxfp4:
             assert weights.scales_eGB is not None

@@ -20,8 +20,9 @@ from moeserve.distributed.groups import Groups
 from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.ops import pairs
+from moeserve.ops.products.cpu import CpuExpertStore
 from moeserve.ops.upload import uploaded
-from moeserve.telemetry.expert_load import LoadWindow, joined
+from moeserve.telemetry.expert_load import DiskReads, LoadWindow, joined
 
 # Dimensions: e local experts, E logical experts
 
@@ -53,12 +54,17 @@ class Collected:
 class LoadMeter:
     """One rank's record of the steps since the counts were last gathered."""
 
-    def __init__(self, load_of_layer: dict[int, ExpertLoad], groups: Groups) -> None:
+    def __init__(
+        self, load_of_layer: dict[int, ExpertLoad], groups: Groups, store: CpuExpertStore | None = None
+    ) -> None:
         """
         Args:
             load_of_layer: the counters of this rank's MoE layers, by the index of the layer in the model.
+            store: reads experts from disk, on all ranks or on none.
         """
         self._load_of_layer = load_of_layer
+        self._store = store
+        self._reads = [0] * 4
         self._groups = groups
         self._first_step = 0
         self._start_window()
@@ -117,9 +123,11 @@ class LoadMeter:
         waited = ep.seconds_waited()
         before = self._waited + [0.0] * (len(waited) - len(self._waited))
         waited_ns = [round((now - then) * NANOSECONDS) for now, then in zip(waited, before, strict=True)]
-        own = [ep.num_bytes_sent - self._bytes, round(self._seconds * NANOSECONDS), *figures, *waited_ns]
+        reads = self._reads_of_window()
+        own = [ep.num_bytes_sent - self._bytes, round(self._seconds * NANOSECONDS), *reads, *figures, *waited_ns]
         readers = [iter(numbers) for numbers in self._gather(own)]
         num_bytes, nanoseconds, *others = zip(*(itertools.islice(reader, len(own)) for reader in readers), strict=True)
+        totals_of_reads, others = list(map(sum, others[: len(reads)])), others[len(reads) :]
         rows_of_layer = [self._read_rows(layer, readers) for layer in self._load_of_layer]
         window = LoadWindow(
             first_step=self._first_step,
@@ -138,6 +146,7 @@ class LoadMeter:
             tokens_of_expert=tuple(of_expert for of_expert, _ in rows_of_layer),
             tokens_of_rank=tuple(of_rank for _, of_rank in rows_of_layer),
             logical_of_slot=tuple(load.placement.logical_of_slot for load in self._load_of_layer.values()),
+            disk=_disk_reads(*totals_of_reads) if totals_of_reads else None,
         )
         return window, tuple(zip(*others[: len(figures)], strict=True)) or ((),) * len(readers)
 
@@ -172,6 +181,14 @@ class LoadMeter:
                     of_expert[expert] += rows
         return tuple(of_expert), tuple(of_rank)
 
+    def _reads_of_window(self) -> list[int]:
+        """Return the totals of the store's counters since the last call; nothing without a store."""
+        if self._store is None:
+            return []
+        totals = self._store.totals()
+        before, self._reads = self._reads, totals
+        return [now - then for now, then in zip(totals, before, strict=True)]
+
     def _start_window(self) -> None:
         for load in self._load_of_layer.values():
             load.rows_e.zero_()
@@ -180,3 +197,7 @@ class LoadMeter:
         self._seconds = 0.0
         self._waited = self._groups.ep.seconds_waited()
         self._bytes = self._groups.ep.num_bytes_sent
+
+
+def _disk_reads(num_found: int, num_read: int, num_bytes: int, wait_ns: int) -> DiskReads:
+    return DiskReads(num_found=num_found, num_read=num_read, num_bytes=num_bytes, wait_seconds=wait_ns / NANOSECONDS)

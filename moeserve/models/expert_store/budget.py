@@ -1,0 +1,111 @@
+"""The memory of experts that are read from disk: how many of each layer are in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from moeserve.errors import SettingsError
+from moeserve.layers.moe.layer import MoELayer
+from moeserve.machine import shown_bytes
+from moeserve.models.checkpoint.packed_cache import PAGE_BYTES
+from moeserve.models.decoder import Decoder
+from moeserve.models.summary import loading_memory
+
+ROUNDING = 1e-6  # so that a quarter of 128 experts is 32, wherever bytes are rounded down
+AUTO_SHARE = 0.15  # of free memory that "auto" leaves for steps, the KV cache and the program
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The experts of one layer on this rank."""
+
+    num_experts: int
+    slot_bytes: int  # of one expert: its packed weights, in whole pages
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The number of experts of each layer that are in memory at a time, by the name of the layer."""
+
+    slots: Mapping[str, int]
+    num_bytes: int  # of these experts
+    stored_bytes: int  # of all experts
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Return the layers of a model that have experts on this rank, by module name, in the order in which they run."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MoELayer) and module.experts.gate_up.shape[0] > 0
+    }
+
+
+def expert_sizes(model: nn.Module) -> dict[str, ExpertSizes]:
+    """Return the sizes of the experts of each layer, whose weights may be without memory."""
+    sizes = {}
+    for name, layer in moe_layers(model).items():
+        each = [weights.num_packed_bytes // weights.shape[0] for weights in (layer.experts.gate_up, layer.experts.down)]
+        # An expert that does not fill whole pages touches one more, wherever it begins.
+        slot_bytes = sum(
+            -(-size // PAGE_BYTES) * PAGE_BYTES + (PAGE_BYTES if size % PAGE_BYTES else 0) for size in each
+        )
+        sizes[name] = ExpertSizes(layer.experts.gate_up.shape[0], slot_bytes)
+    return sizes
+
+
+def choose_budget(
+    model: Decoder, wanted: int | float | Literal["auto"], free: int, kv_cache_memory: int | None
+) -> Budget | None:
+    """Return the budget for a model without memory; None if all experts fit, so that none is read from disk.
+
+    Experts that do not fit are marked by `Weights.is_on_disk`.
+
+    Args:
+        wanted: bytes for experts on this rank, a share of the memory of all, or "auto": as much as fits.
+        free: bytes that this rank may allocate.
+        kv_cache_memory: bytes for the KV cache; None: "auto" leaves a share of the free memory.
+
+    Raises:
+        SettingsError: the memory is too small for one expert of each layer, or more than is left.
+    """
+    sizes = expert_sizes(model)
+    all_bytes = sum(size.num_experts * size.slot_bytes for size in sizes.values())
+    _put_on_disk(model, is_on_disk=True)
+    left = free - loading_memory(model).kept
+    if wanted == "auto":
+        num_bytes = left - int(free * AUTO_SHARE) - (kv_cache_memory or 0)
+    else:
+        num_bytes = wanted if isinstance(wanted, int) else int(wanted * all_bytes)
+    if num_bytes >= all_bytes:
+        _put_on_disk(model, is_on_disk=False)
+        return None
+    if num_bytes > left:
+        raise SettingsError(
+            f"expert_memory={wanted} does not fit in memory: these are {shown_bytes(num_bytes)}, but "
+            f"{shown_bytes(max(0, left))} are free beside the other weights; set it to less, or to 'auto'"
+        )
+    for name, layer in moe_layers(model).items():
+        if not (layer.experts.gate_up.packs and layer.experts.down.packs):
+            raise SettingsError(
+                f"expert_memory={wanted} needs C++ kernels for the experts of {name}: use dtype='bfloat16' or "
+                "'float32' on a CPU, and install moeserve with a C++ compiler"
+            )
+    least = sum(size.slot_bytes for size in sizes.values())
+    if num_bytes < least:
+        raise SettingsError(
+            f"expert_memory={wanted} is too small: one expert of each layer takes {shown_bytes(least)} on each rank, "
+            f"but there are {shown_bytes(max(0, num_bytes))}; set it to at least {least}"
+        )
+    share = num_bytes / all_bytes
+    slots = {name: max(1, int(share * size.num_experts + ROUNDING)) for name, size in sizes.items()}
+    return Budget(slots, sum(slots[name] * size.slot_bytes for name, size in sizes.items()), all_bytes)
+
+
+def _put_on_disk(model: nn.Module, *, is_on_disk: bool) -> None:
+    for layer in moe_layers(model).values():
+        layer.experts.gate_up.is_on_disk = layer.experts.down.is_on_disk = is_on_disk

@@ -1,0 +1,263 @@
+"""Models whose experts are read from disk give the same outputs as in memory, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_models import Reference
+
+from moeserve import LLM, SamplingParams
+from moeserve.errors import CheckpointError, EngineError, SettingsError
+from moeserve.models.expert_store.budget import AUTO_SHARE, choose_budget, expert_sizes, moe_layers
+from moeserve.models.registry import describe
+from moeserve.models.summary import cpu_model, loading_memory
+from moeserve.worker import loading
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 40]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "experts"
+
+
+@pytest.fixture
+def num_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count how often a checkpoint's weights are read."""
+    count = [0]
+    load_weights = loading.load_weights
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        count[0] += 1
+        load_weights(*arguments, **options)
+
+    monkeypatch.setattr(loading, "load_weights", counted)
+    return count
+
+
+def start(reference: Reference, **options: Any) -> LLM:
+    return LLM(model=str(reference.folder), packed_cache=0, num_threads=1, **options)
+
+
+def given(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = GREEDY) -> list[Any]:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def outputs_of(reference: Reference, **options: Any) -> list[Any]:
+    with start(reference, **options) as llm:
+        return given(llm)
+
+
+def least_memory(reference: Reference, **options: Any) -> int:
+    """Return the smallest expert_memory, which the error names."""
+    with pytest.raises(SettingsError, match="is too small: one expert of each layer takes") as error:
+        start(reference, expert_memory=1, **options)
+    return int(re.findall(r"at least (\d+)", str(error.value))[0])
+
+
+def file_in(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    assert path.suffix == ".safetensors"
+    return path
+
+
+@contextmanager
+def damaged(path: Path, tensor: str, row: int, num_rows: int) -> Iterator[None]:
+    """Change a byte in one row of a tensor."""
+    with path.open("r+b", buffering=0) as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(size))[tensor]["data_offsets"]
+        place = 8 + size + begin + row * ((end - begin) // num_rows) + 5
+        file.seek(place)
+        before = file.read(1)
+        file.seek(place)
+        file.write(bytes([before[0] ^ 1]))
+        yield
+        file.seek(place)
+        file.write(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixtral-odd", dict(dtype="float32")),
+        ("mixtral-odd", dict(quantization="int8")),
+        ("deepseek-v3", dict(dtype="bfloat16", enforce_eager=True)),
+        ("deepseek-v3", dict(quantization="int4")),
+        ("gpt-oss", dict(dtype="bfloat16")),
+        ("gpt-oss", dict(dtype="bfloat16", data_parallel_size=2)),
+    ],
+)
+def test_outputs_are_those_of_a_model_in_memory(
+    name: str, options: dict[str, Any], reference_named: Callable[[str], Reference], folder: Path, num_loads: list[int]
+) -> None:
+    """With one expert of each layer in memory, with some of them, and from the file that an earlier start wrote."""
+    reference = reference_named(name)
+    expected = outputs_of(reference, **options)
+    least = least_memory(reference, **options)
+    loads = [*num_loads]
+    assert outputs_of(reference, expert_memory=least, **options) == expected
+    assert len([*folder.iterdir()]) == options.get("data_parallel_size", 1)
+    if "data_parallel_size" not in options:
+        assert num_loads[0] == loads[0] + 1
+    assert outputs_of(reference, expert_memory=2 * least, **options) == expected
+    if "data_parallel_size" not in options:
+        assert num_loads[0] == loads[0] + 1
+    assert outputs_of(reference, expert_memory="1TB", **options) == expected  # all experts fit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(tensor_parallel_size=2),
+        dict(tensor_parallel_size=2, expert_parallel=False),
+        dict(pipeline_parallel_size=2, num_redundant_experts=0),
+        dict(data_parallel_size=2, num_redundant_experts=2),
+        dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
+        dict(max_num_batched_tokens=64, max_num_seqs=2),
+    ],
+)
+def test_layouts(options: dict[str, Any], reference_named: Callable[[str], Reference]) -> None:
+    reference = reference_named("qwen3-moe-wide")
+    expected = outputs_of(reference, dtype="bfloat16")
+    least = least_memory(reference, dtype="bfloat16", **options)
+    assert outputs_of(reference, dtype="bfloat16", expert_memory=least, **options) == expected
+
+
+@pytest.mark.slow
+def test_the_default_model_with_a_quarter_of_its_experts(folder: Path) -> None:
+    prompts = ["The capital of France is", "Count to ten: one, two,"]
+
+    def texts(**options: Any) -> list[str]:
+        with LLM(packed_cache=0, **options) as llm:
+            return [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(temperature=0))]
+
+    assert texts(expert_memory="25%") == texts()
+
+
+@pytest.mark.parametrize("share", [0.4, 0.9, 2.0])
+def test_auto_takes_what_is_free(share: float, reference_named: Callable[[str], Reference]) -> None:
+    """Less the KV cache and a share for everything else."""
+    model = cpu_model(describe(reference_named("mixtral-odd").folder), "bfloat16", None)
+    all_bytes = sum(size.num_experts * size.slot_bytes for size in expert_sizes(model).values())
+    others = loading_memory(model).kept - sum(
+        weights.num_packed_bytes
+        for layer in moe_layers(model).values()
+        for weights in (layer.experts.gate_up, layer.experts.down)
+    )
+    (num_experts,) = {size.num_experts for size in expert_sizes(model).values()}
+    kv_cache_memory = 12345
+    free = int((others + kv_cache_memory + share * all_bytes) / (1 - AUTO_SHARE)) + 1
+    budget = choose_budget(model, "auto", free, kv_cache_memory)
+    is_on_disk = {layer.experts.down.is_on_disk for layer in moe_layers(model).values()}
+    if share > 1:
+        assert budget is None
+        assert is_on_disk == {False}
+    else:
+        assert budget is not None
+        assert {*budget.slots.values()} == {int(share * num_experts)}
+        assert is_on_disk == {True}
+        assert budget.stored_bytes == all_bytes
+
+
+def test_requests_that_need_an_unreadable_expert_fail_alone(
+    reference_named: Callable[[str], Reference], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And only while it cannot be read."""
+    reference = reference_named("mixtral-odd")
+    prompts = [[token] for token in range(20)]
+    options = dict(dtype="float32", enable_prefix_caching=False)
+    with start(reference, expert_memory=least_memory(reference, **options), **options) as llm:
+        expected = given(llm, prompts, ONE_TOKEN)
+        path = file_in(folder)
+        with damaged(path, "registered_layers.0.1.network.experts.down.panels", 1, 3):
+            errors = []
+            for prompt, right in zip(prompts, expected, strict=True):
+                try:
+                    assert given(llm, [prompt], ONE_TOKEN) == [right]
+                except EngineError as error:
+                    errors.append(str(error))
+        assert 0 < len(errors) < len(prompts)
+        says = rf"expert 1 of layer 0 with experts, from byte \d+ of {path} on, cannot be read: its checksum differs"
+        assert all(re.search(says, error) for error in errors)
+        assert "expert 1 of layer 0" in caplog.text
+        assert given(llm, prompts, ONE_TOKEN) == expected
+
+
+def test_a_file_that_ends_early(reference_named: Callable[[str], Reference], folder: Path) -> None:
+    reference = reference_named("mixtral-odd")
+    with start(reference, expert_memory=least_memory(reference)) as llm:
+        expected = given(llm)
+        path = file_in(folder)
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.truncate(4096)
+        with pytest.raises(EngineError, match="cannot be read: the file ends before"):
+            given(llm)
+        path.write_bytes(content)
+        assert given(llm) == expected
+
+
+def test_a_damaged_file_is_written_again(
+    reference_named: Callable[[str], Reference], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = reference_named("mixtral-odd")
+    least = least_memory(reference)
+    expected = outputs_of(reference, expert_memory=least)
+    header = file_in(folder).read_bytes()[8:200_000]
+    tensor = next(name for name in re.findall(rb'"([^"]+)"', header) if b"experts" not in name).decode()
+    with damaged(file_in(folder), tensor, 0, 1):
+        assert outputs_of(reference, expert_memory=least) == expected
+        assert f"is damaged (the checksum of {tensor} differs); it is written again" in caplog.text
+
+
+def test_a_full_disk(
+    reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    reference = reference_named("mixtral-odd")
+    least = least_memory(reference)
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"expert_store='.*' has too little room: .* and 1000 bytes are free"):
+        start(reference, expert_memory=least)
+    assert not [*folder.iterdir()]
+
+
+def test_another_folder(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Which only this user may write to."""
+    reference = reference_named("mixtral-odd")
+    with start(reference, expert_memory=least_memory(reference), expert_store=str(tmp_path / "fast")) as llm:
+        given(llm)
+    assert file_in(tmp_path / "fast").stat().st_mode & 0o077 == 0
+    (tmp_path / "fast").chmod(0o777)
+    with pytest.raises(SettingsError, match=r"expert_store='.*/fast' must belong to this user"):
+        start(reference, expert_memory=least_memory(reference), expert_store=str(tmp_path / "fast"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(expert_store="fast"), "expert_store='fast' has no effect without expert_memory"),
+        (dict(expert_memory="4 apples"), "expert_memory='4 apples' is not an amount of memory"),
+        (dict(expert_memory="1GB", load_format="dummy"), "expert_memory='1GB' does not work with load_format='dummy'"),
+        (dict(expert_memory="1GB", rebalance="auto"), "expert_memory='1GB' does not work with rebalance='auto'"),
+        (dict(expert_memory=1, dtype="float16"), "needs C\\+\\+ kernels for the experts of .*dtype='bfloat16'"),
+    ],
+)
+def test_settings_that_exclude_it(
+    options: dict[str, Any], message: str, reference_named: Callable[[str], Reference]
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        start(reference_named("mixtral-odd"), **options)
