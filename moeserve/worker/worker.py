@@ -91,7 +91,7 @@ class Worker:
         set_num_threads(self._num_threads)
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
-        model, layers = loaded.model, loaded.model.moe_layers
+        model, layers, self._expert_store = loaded.model, loaded.model.moe_layers, loaded.expert_store
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.weights.model_path, time.monotonic() - started)
         # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -112,9 +112,8 @@ class Worker:
         reserved_bytes = factory.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
         self.num_blocks = self._count_blocks(config, loaded, context, reserved_bytes)
 
-        self._expert_store = loaded.expert_store
         loads = {number: layer.load for number, layer in layers.items()}
-        self.load_meter = LoadMeter(loads, groups, loaded.expert_store)  # starts at zero
+        self.load_meter = LoadMeter(loads, groups, loaded.expert_store)
         side_stream = CudaSideStream() if config.compute.device == "cuda" else None
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None

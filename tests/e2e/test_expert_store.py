@@ -132,7 +132,7 @@ def test_outputs_are_those_of_a_model_in_memory(
 def test_layouts(options: dict[str, Any], reference_named: Callable[[str], Reference]) -> None:
     reference = reference_named("qwen3-moe-wide")
     expected = outputs_of(reference, dtype="bfloat16")
-    least = least_memory(reference, dtype="bfloat16", **options)
+    least = int(1.1 * least_memory(reference, dtype="bfloat16", **options))  # of the rank with the smallest experts
     assert outputs_of(reference, dtype="bfloat16", expert_memory=least, **options) == expected
 
 
