@@ -179,6 +179,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python tests/check_sizes.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
+	$(VENV)/bin/zizmor --offline --quiet .github/workflows
 
 # Documents and docstrings name only what exists, and the types of settings as arguments are those of the settings.
 documents: $(INSTALLED)
