@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
+INITIAL_VERSION = "default"  # of the weights of the checkpoint, as in vLLM
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
@@ -25,7 +26,37 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Run steps again after `Pause`."""
 
 
-Command: TypeAlias = Pause | Resume
+class StartUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="start-update"):
+    """Begin an update of the weights. No step runs until `FinishUpdate`, or `CancelUpdate` before any tensor."""
+
+    # Shapes of all tensors of the update, by name, which tell how experts are stacked; empty: as in the checkpoint.
+    shapes: dict[str, list[int]] = {}
+    needs_all: bool = False  # all tensors must be sent, because the weights are of several versions
+
+
+class LoadTensors(msgspec.Struct, frozen=True, tag="load-tensors"):
+    """Copy tensors to their places in all ranks. After an error the update has ended, perhaps with stale weights."""
+
+    path: str  # a folder with safetensors shards, or a safetensors file in shared memory
+
+
+class FinishUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="finish-update"):
+    """End an update. It stays open, with an error, if weights are partly filled."""
+
+    version: str
+    salt: bytes  # see `Pause`
+
+
+class CancelUpdate(msgspec.Struct, frozen=True, tag="cancel-update"):
+    """End an update without its last tensors. If there were any, the weights are stale until a whole update."""
+
+
+class ReadChecksums(msgspec.Struct, frozen=True, tag="read-checksums"):
+    """Compute checksums of all weights of all ranks."""
+
+
+WeightCommand: TypeAlias = StartUpdate | LoadTensors | FinishUpdate | CancelUpdate | ReadChecksums
+Command: TypeAlias = Pause | Resume | WeightCommand
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
@@ -35,7 +66,35 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     command: Command
 
 
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The report of all ranks about a `WeightCommand`."""
+
+    error: str = ""  # empty: it has succeeded
+    is_open: bool = False  # an update has begun and not ended
+    is_whole: bool = True  # all weights are of one version, and no update is open
+    checksums: dict[str, str] = {}  # by rank and name of the weights
+
+
 class ControlResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a control, equal on all replicas."""
 
     number: int
+    outcome: Outcome | None = None  # None: the command concerns no weights
+
+
+class WeightState(msgspec.Struct, frozen=True):
+    """The weights of all ranks."""
+
+    version: str = INITIAL_VERSION
+    is_updating: bool = False  # an update has begun and not ended
+    is_stale: bool = False  # they are of several versions, or older than requests expect, so no request is served
+
+    @property
+    def refusal(self) -> str:
+        """The reason why requests are refused; empty: they are served."""
+        if not self.is_stale:
+            return ""
+        return (
+            "the weights are stale, because an update has failed or the engine has restarted; send a whole update, or "
+            "load those of the checkpoint with reload_weights"
+        )

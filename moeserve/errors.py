@@ -78,6 +78,14 @@ class ScalingInProgressError(ScaleError):
     """The number of replicas is being changed already. Try again when that is over."""
 
 
+class StaleWeightsError(EngineError):
+    """The weights are of several versions, or older than requests expect. Send a whole update, or reload them."""
+
+
+class WeightUpdateError(MoeserveError, RuntimeError):
+    """An update of the weights was refused. The message says what is missing or wrong."""
+
+
 class DistributedError(MoeserveError, RuntimeError):
     """A rank did not start, died, hung, or ran another collective than the others. Its groups cannot be used again."""
 

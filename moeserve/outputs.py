@@ -28,6 +28,15 @@ class SequenceScore:
 
 
 @dataclass(frozen=True)
+class WeightSpan:
+    """Consecutive tokens of an output that one version of the weights has computed."""
+
+    version: str
+    start: int  # index of the first token
+    stop: int  # index behind the last token
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One output of a prompt, as generated so far."""
 
@@ -38,6 +47,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_versions: tuple[WeightSpan, ...] = ()  # of all tokens so far
     lora_request: None = None  # vLLM's; LoRA is not supported
 
     def finished(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.cache_kind import CacheKind
-from moeserve.controls import Control, ControlResult
+from moeserve.controls import INITIAL_VERSION, Control, ControlResult
 from moeserve.outputs import FinishReason
 from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
@@ -264,6 +264,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # reason why the request ended early; finish_reason is then "abort"
     replica: int = 0  # index of the replica that runs the request
+    weight_version: str = INITIAL_VERSION  # version of the weights that computed the tokens
     kv_blocks: PeerBlocks | None = None  # the blocks kept for another engine, sent at the end of the request
 
 

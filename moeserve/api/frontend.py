@@ -15,7 +15,7 @@ from moeserve.api.output_text import OutputText
 from moeserve.api.prompts import EncodedPrompt, Params, PromptEncoder, Prompts, pair_prompts
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
-from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, WeightSpan
 from moeserve.protocol import PeerBlocks, Request, RequestUpdate, Sample
 from moeserve.sampling_params import RANDOM_SEED, KvTransferParams, RequestOutputKind, SamplingParams
 from moeserve.telemetry.request_stats import RequestStats
@@ -271,6 +271,7 @@ class _OutputInFlight:
         self.replica = 0  # the replica that sent the last token
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
+        self._weight_versions: list[WeightSpan] = []
         self._keeps_stop = params.include_stop_str_in_output
         self._codec = codec
         self._text = None if codec is None else OutputText(codec, params)
@@ -280,6 +281,7 @@ class _OutputInFlight:
     def update(self, update: RequestUpdate) -> None:
         for place, token_id in enumerate(update.token_ids):
             self._token_ids.append(token_id)
+            self._note_version(update.weight_version)
             if self._logprobs is not None:
                 self._logprobs.append(logprob_of_token(update.logprobs[place], self._codec))
                 self._cumulative_logprob += update.logprobs[place].logprobs[0]
@@ -294,6 +296,14 @@ class _OutputInFlight:
             self.finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
             if self._text is not None:
                 self._text.finish()
+
+    def _note_version(self, version: str) -> None:
+        """Note the version of the weights that have computed the last token."""
+        stop = len(self._token_ids)
+        start = stop - 1
+        if self._weight_versions and self._weight_versions[-1].version == version:
+            start = self._weight_versions.pop().start
+        self._weight_versions.append(WeightSpan(version, start, stop))
 
     @property
     def size(self) -> tuple[int, int, bool]:
@@ -310,6 +320,7 @@ class _OutputInFlight:
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            weight_versions=tuple(self._weight_versions),
         )
 
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moeserve.api.engine_thread import EngineThread
 from moeserve.api.session import Session
-from moeserve.controls import PAUSE_MODES, Command, ControlResult, Pause, PauseMode, Resume
-from moeserve.errors import EngineError, RequestError, nearest, shown
+from moeserve.controls import (
+    INITIAL_VERSION,
+    PAUSE_MODES,
+    Command,
+    FinishUpdate,
+    LoadTensors,
+    Outcome,
+    Pause,
+    PauseMode,
+    ReadChecksums,
+    Resume,
+    StartUpdate,
+)
+from moeserve.errors import EngineError, RequestError, WeightUpdateError, nearest, shown
 
 SALT_BYTES = 32
+TRANSPORTS = ("disk", "shm")
 
 
 def pause_command(mode: PauseMode, *, clear_cache: bool) -> Pause:
@@ -22,13 +37,77 @@ def pause_command(mode: PauseMode, *, clear_cache: bool) -> Pause:
     if mode not in PAUSE_MODES:
         raise RequestError(f"mode={shown(mode)} is unknown; {nearest(str(mode), PAUSE_MODES)}", parameter="mode")
     clears = clear_cache and mode != "keep"
-    return Pause(mode=mode, salt=secrets.token_bytes(SALT_BYTES) if clears else b"")
+    return Pause(mode=mode, salt=_new_salt() if clears else b"")
+
+
+def check_transport(request: Any) -> None:
+    """Raise RequestError unless a request of `init_weight_transfer_engine` names a transport."""
+    info = _field(request, "init_info")
+    transport = info.get("transport")
+    unknown = sorted(info.keys() - {"transport"})
+    if transport not in TRANSPORTS or unknown:
+        raise RequestError(
+            f"init_info={shown(info)}: transport must be one of {', '.join(TRANSPORTS)}, and there are no other fields",
+            parameter="init_info",
+        )
+
+
+def start_command(shapes: Mapping[str, Sequence[int]] | None) -> StartUpdate:
+    """Return the command of `start_weight_update`."""
+    return StartUpdate(shapes={name: [int(size) for size in shape] for name, shape in (shapes or {}).items()})
+
+
+def load_command(request: Any) -> LoadTensors:
+    """Return the command of `update_weights`.
+
+    Raises:
+        RequestError: the request does not name a path, or has other fields.
+    """
+    info = _field(request, "update_info")
+    path = info.get("path")
+    if not isinstance(path, str) or not path or len(info) > 1:
+        raise RequestError(
+            f"update_info={shown(info)}: it must have a path alone, of a folder with safetensors files or of a file in "
+            "shared memory that moeserve.rl has written",
+            parameter="update_info",
+        )
+    return LoadTensors(path)
+
+
+def finish_command(version: str | None, number: int) -> FinishUpdate:
+    """Return the command of `finish_weight_update`, with a version of its own if there is none."""
+    return FinishUpdate(version=f"update-{number}" if version is None else version, salt=_new_salt())
+
+
+def require_success(outcome: Outcome | None) -> Outcome:
+    """Return an outcome.
+
+    Raises:
+        WeightUpdateError: the ranks have reported an error.
+    """
+    assert outcome is not None
+    if outcome.error:
+        raise WeightUpdateError(outcome.error)
+    return outcome
+
+
+def _new_salt() -> bytes:
+    return secrets.token_bytes(SALT_BYTES)
+
+
+def _field(request: Any, name: str) -> Mapping[str, Any]:
+    """Return a field of a request of vLLM, which is an object or a dict."""
+    info = request.get(name) if isinstance(request, Mapping) else getattr(request, name, None)
+    if not isinstance(info, Mapping):
+        raise RequestError(f"{shown(request)} must have {name}, an object", parameter=name)
+    return info
 
 
 class Rollouts:
     """The methods of `LLM`."""
 
     session: Session
+    _num_updates = 0
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stop after the steps in flight, and return when no rank computes. Requests that come later wait.
@@ -57,11 +136,91 @@ class Rollouts:
         """Return True from the end of `pause` to the end of `resume`."""
         return self.session.engine.is_paused
 
-    def _run_control(self, command: Command) -> ControlResult:
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        """Check that updates can use a transport.
+
+        Args:
+            request: {"init_info": {"transport": "disk" or "shm"}}.
+
+        Raises:
+            RequestError: there is no such transport.
+        """
+        check_transport(request)
+
+    def start_weight_update(self, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Begin an update of the weights. No step runs until `finish_weight_update`; requests wait.
+
+        An update that had begun before is cancelled.
+
+        Args:
+            shapes: shapes of all tensors, by name; needed if the trainer stacks experts in another way than the
+                checkpoint.
+
+        Raises:
+            WeightUpdateError: weights cannot be updated now, or names or shapes do not fit the model.
+            EngineError: the engine was shut down, or has failed.
+        """
+        self._run_weights(start_command(shapes))
+
+    def update_weights(self, request: Any) -> None:
+        """Copy some tensors to their places. An update has any number of such calls.
+
+        Args:
+            request: {"update_info": {"path": PATH}}, where PATH is a folder with safetensors files, or a file in shared
+                memory that `moeserve.rl.WeightSender` has written.
+
+        Raises:
+            RequestError: the request has another form.
+            WeightUpdateError: names, shapes or dtypes do not fit, and nothing was copied; or the copy has failed. Then
+                the weights are stale: no request is served until a whole update.
+            EngineError: the engine was shut down, or has failed.
+        """
+        self._run_weights(load_command(request))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End an update. Outputs name the version of the weights in `weight_versions`.
+
+        Args:
+            weight_version: None: a new one.
+
+        Raises:
+            WeightUpdateError: some weights are only partly filled. The update stays open for the missing tensors, which
+                the message names.
+            EngineError: the engine was shut down, or has failed.
+        """
+        self._num_updates += 1
+        self._run_weights(finish_command(weight_version, self._num_updates))
+
+    def reload_weights(self) -> None:
+        """Load the weights of the checkpoint again, also if they are stale.
+
+        Raises:
+            WeightUpdateError, EngineError: as for `update_weights`.
+        """
+        self.start_weight_update()
+        self.update_weights({"update_info": {"path": self.session.engine.config.weights.model_path}})
+        self.finish_weight_update(INITIAL_VERSION)
+
+    def get_weight_version(self) -> str:
+        """Return the version of the last update; "default" before the first."""
+        return self.session.engine.weights.version
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return a SHA-256 checksum of each weight as the kernels read it, by rank and name.
+
+        Raises:
+            WeightUpdateError, EngineError: as for `start_weight_update`.
+        """
+        return self._run_weights(ReadChecksums()).checksums
+
+    def _run_weights(self, command: Command) -> Outcome:
+        return require_success(self._run_control(command))
+
+    def _run_control(self, command: Command) -> Outcome | None:
         ended = self.session.control(command)
         while not ended.done():
             self.session.advance([], waits_for_others=True)
-        return ended.result()
+        return ended.result().outcome
 
 
 class AsyncRollouts:
@@ -69,6 +228,7 @@ class AsyncRollouts:
 
     session: Session
     _engine_thread: EngineThread
+    _num_updates = 0
 
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """See `LLM.pause`."""
@@ -84,10 +244,44 @@ class AsyncRollouts:
 
     pause_generation, resume_generation = pause, resume  # vLLM's names
 
-    async def _run_control(self, command: Command) -> ControlResult:
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """See `LLM.init_weight_transfer_engine`."""
+        check_transport(request)
+
+    async def start_weight_update(self, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """See `LLM.start_weight_update`."""
+        await self._run_weights(start_command(shapes))
+
+    async def update_weights(self, request: Any) -> None:
+        """See `LLM.update_weights`."""
+        await self._run_weights(load_command(request))
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See `LLM.finish_weight_update`."""
+        self._num_updates += 1
+        await self._run_weights(finish_command(weight_version, self._num_updates))
+
+    async def reload_weights(self) -> None:
+        """See `LLM.reload_weights`."""
+        await self.start_weight_update()
+        await self.update_weights({"update_info": {"path": self.session.engine.config.weights.model_path}})
+        await self.finish_weight_update(INITIAL_VERSION)
+
+    async def get_weight_version(self) -> str:
+        """See `LLM.get_weight_version`."""
+        return self.session.engine.weights.version
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """See `LLM.weight_checksums`."""
+        return (await self._run_weights(ReadChecksums())).checksums
+
+    async def _run_weights(self, command: Command) -> Outcome:
+        return require_success(await self._run_control(command))
+
+    async def _run_control(self, command: Command) -> Outcome | None:
         """Run a control. If the calling task is cancelled, the control continues."""
         if not self._engine_thread.is_running or self._engine_thread.errored:
             raise EngineError(str(self._engine_thread.dead_error))
         ended = await asyncio.to_thread(self.session.control, command)
         self._engine_thread.run()
-        return await asyncio.shield(asyncio.wrap_future(ended))
+        return (await asyncio.shield(asyncio.wrap_future(ended))).outcome

@@ -12,7 +12,7 @@ from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
 from moeserve.api.prompts import EncodedPrompt, Params, Prompts
 from moeserve.controls import Command, ControlResult
 from moeserve.engine.base import EngineClient
-from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
+from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError, StaleWeightsError
 from moeserve.interrupts import interrupts_allowed, interrupts_deferred
 from moeserve.outputs import RequestOutput
 from moeserve.protocol import AbortRequest
@@ -377,7 +377,8 @@ class Session:
                     self._fail(prompt_id, failure)
                     continue
                 if update.error is not None:
-                    self._fail(prompt_id, EngineError(update.error))
+                    kind = StaleWeightsError if update.error == self.engine.weights.refusal else EngineError
+                    self._fail(prompt_id, kind(update.error))
                 if ended_here:
                     to_abort.append(update.request_id)
         for request_id in to_abort:

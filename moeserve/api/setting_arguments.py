@@ -226,6 +226,9 @@ class SettingArguments(TypedDict, total=False):
     step_timeout: int
     """seconds after which a step without a result is a failure; with several ranks more than collective_timeout (an
     integer from 1 to 2**31 - 1; default: 600)."""
+    weight_update_timeout: int
+    """with rl: seconds without a call after which an update of the weights is cancelled (an integer from 1 to 2**31
+    - 1; default: 300)."""
     on_failure: Literal["auto", "end", "restart", "shrink"]
     """when a rank has failed; end: all requests end with an error; restart: ranks are started again, and requests
     continue; shrink: the same with one replica fewer; auto: restart, or end if the rank runs in this process (one

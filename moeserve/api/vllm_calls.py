@@ -15,7 +15,6 @@ NAMES = {
     **dict.fromkeys(("start_profile", "stop_profile"), "use LLM.start_profile, or a profiler of processes"),
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), "LoRA is not supported; merge the adapter"),
     **dict.fromkeys(("pause_generation", "resume_generation"), "use pause and resume"),
-    "update_weights": "make a new engine with the new checkpoint",
     "preprocess_chat": "use chat_prompt",
     **dict.fromkeys(
         ("model_config", "get_model_config", "vllm_config"), "use config, such as config.schedule.max_model_len"

@@ -178,6 +178,7 @@ class FailureConfig:
     collective_timeout: int  # seconds
     load_timeout: int  # seconds
     step_timeout: int  # seconds
+    weight_update_timeout: int  # seconds
     on_failure: Literal["end", "restart", "shrink"]
     debug_collectives: bool
     debug_rank_state: bool  # all ranks report after each round; otherwise only the ranks that sample do

@@ -40,6 +40,8 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
         _check_mxfp4(facts, dtype)
     elif quantization is not None:
         _check_quantization(quantization, facts, dtype)
+    if model.rl:
+        _check_updates(settings, facts)
     return from_settings(
         WeightsConfig,
         model,
@@ -164,6 +166,25 @@ def _check_quantization(name: QuantizationName, facts: Facts, dtype: DtypeName) 
             f"{what} needs the C++ kernels, and moeserve was installed without them; leave quantization out, or "
             f"{INSTALL_COMPILER}"
         )
+
+
+def _check_updates(settings: Settings, facts: Facts) -> None:
+    """Raise SettingsError if a trainer cannot update the weights."""
+    refusal = None
+    if facts.on_gpu:
+        refusal = "weights on a GPU; use device='cpu'"
+    elif facts.checkpoint.quantization is not None:
+        refusal = (
+            f"weights that are stored as {facts.checkpoint.quantization!r}; use a checkpoint that is not quantised"
+        )
+    elif settings.model.expert_memory is not None:
+        refusal = "expert_memory, because experts on disk cannot be written; leave it out"
+    elif settings.model.model_impl == "transformers":
+        refusal = "model_impl='transformers'; leave it out"
+    elif settings.cache.kv_transfer_address is not None:
+        refusal = "kv_transfer_address, because engines would exchange keys of different weights; leave it out"
+    if refusal is not None:
+        raise SettingsError(f"rl=True does not allow {refusal}")
 
 
 def _check_transformers(settings: Settings, quantization: QuantizationName | None) -> None:

@@ -310,6 +310,9 @@ class ParallelSettings:
         600,
         "seconds after which a step without a result is a failure; with several ranks more than collective_timeout",
     )
+    weight_update_timeout: PositiveInt = setting(
+        300, "with rl: seconds without a call after which an update of the weights is cancelled"
+    )
     on_failure: Literal["auto", "end", "restart", "shrink"] = setting(
         "auto",
         "when a rank has failed; end: all requests end with an error; restart: ranks are started again, and "

@@ -162,6 +162,13 @@ class GroupCoordinator:
         self._count_and_check("all_reduce_minimum", torch.int64)
         return int(self._gather_scalars(torch.tensor([value]), "all_reduce_minimum").min())
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the data of all ranks in rank order."""
+        padded = torch.frombuffer(bytearray(b"\0" + data), dtype=torch.uint8)  # no rank sends nothing
+        sizes = self.all_gather(torch.tensor([len(padded)]), [1] * self.world_size).tolist()
+        gathered = self.all_gather(padded, sizes).split(sizes)
+        return [bytes(each[1:].numpy()) for each in gathered]
+
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
         if self.world_size > 1:

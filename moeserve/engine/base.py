@@ -14,7 +14,7 @@ import msgspec
 
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
 from moeserve.config.engine_config import EngineConfig
-from moeserve.controls import Command, ControlResult
+from moeserve.controls import Command, ControlResult, WeightState
 from moeserve.engine.protocol import Ready
 from moeserve.errors import EngineError, RequestError
 from moeserve.kv.connector import ITEM_FILE_ENDING, FolderTier, HostTier, KVConnector
@@ -107,6 +107,11 @@ class EngineClient(Protocol):
         """True from the end of a `Pause` to the end of a `Resume`."""
         ...
 
+    @property
+    def weights(self) -> WeightState:
+        """The version of the weights, and whether requests are served with them."""
+        ...
+
     def control(self, command: Command) -> Future[ControlResult]:
         """Start to run a command on all replicas, between two steps. Calls of `step` advance it.
 
@@ -115,6 +120,7 @@ class EngineClient(Protocol):
 
         Raises:
             EngineError: the engine was shut down, or has failed.
+            WeightUpdateError: the weights cannot be updated now.
         """
         ...
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from moeserve.controls import Command, Control, ControlResult, Pause, Resume
+import msgspec
+
+from moeserve.controls import (
+    INITIAL_VERSION,
+    Command,
+    Control,
+    ControlResult,
+    FinishUpdate,
+    Pause,
+    Resume,
+    StartUpdate,
+    WeightState,
+)
 from moeserve.engine.launcher import ReplicaHandle
 from moeserve.errors import EngineError
 
@@ -16,6 +29,8 @@ class Controls:
 
     def __init__(self) -> None:
         self.is_paused = False
+        self.weights = WeightState()
+        self._called_s = time.monotonic()  # time of the last command of an update
         self._replicas: list[ReplicaHandle] = []  # those that serve
         self._missing: set[int] = set()  # replicas that have not run the first control
         self._waiting: deque[tuple[Command, Future[ControlResult]]] = deque()
@@ -42,8 +57,15 @@ class Controls:
             future.set_result(result)
         return bool(ended)
 
+    @property
+    def seconds_open(self) -> float:
+        """Seconds since the last command of the update in progress; 0: there is none."""
+        return time.monotonic() - self._called_s if self.weights.is_updating and not self._waiting else 0.0
+
     def run(self, command: Command) -> Future[ControlResult]:
         """Run a command after those before it. The result is an EngineError if the engine fails before."""
+        if isinstance(command, StartUpdate) and self.weights.is_stale:
+            command = msgspec.structs.replace(command, needs_all=True)
         ended: Future[ControlResult] = Future()
         ended.set_running_or_notify_cancel()
         self._waiting.append((command, ended))
@@ -52,8 +74,13 @@ class Controls:
         return ended
 
     def begin(self, replicas: Iterable[ReplicaHandle]) -> None:
-        """Bring new replicas into the state of those before. Called before requests are sent to them."""
+        """Bring new replicas into the state of those before. Called before requests are sent to them.
+
+        They have the weights of the checkpoint. If those before had others, the weights are stale.
+        """
         self._replicas, self._missing = list(replicas), set()
+        is_stale = self.weights.is_stale or self.weights.version != INITIAL_VERSION
+        self.weights = WeightState(self.weights.version, is_stale=is_stale)
         if self.is_paused:
             self._send(Pause(mode="keep"))
 
@@ -71,20 +98,34 @@ class Controls:
             if not self._missing:
                 self._end_first(result)
 
-    def fail(self, error: str) -> None:
-        """End all controls that have not ended with an EngineError."""
+    def fail(self, error: str, *, weights_only: bool = False) -> None:
+        """End controls with an EngineError.
+
+        Args:
+            weights_only: only those that concern weights, which new replicas do not continue.
+        """
         waiting, self._waiting = self._waiting, deque()
         self._missing.clear()
-        for _, ended in waiting:
-            ended.set_exception(EngineError(error))
+        for command, ended in waiting:
+            if weights_only and isinstance(command, Pause | Resume):
+                self._waiting.append((command, ended))
+            else:
+                ended.set_exception(EngineError(error))
 
     def _end_first(self, result: ControlResult) -> None:
         command, ended = self._waiting.popleft()
+        outcome, version = result.outcome, self.weights.version
         match command:
             case Pause():
                 self.is_paused = True
             case Resume():
                 self.is_paused = False
+            case FinishUpdate() if outcome is not None and not outcome.error:
+                version = command.version
+        if outcome is not None:
+            is_stale = not outcome.is_whole and not outcome.is_open
+            self.weights = WeightState(version, is_updating=outcome.is_open, is_stale=is_stale)
+            self._called_s = time.monotonic()
         self._ended.append((ended, result))
         if self._waiting:
             self._send_first()

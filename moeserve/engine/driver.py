@@ -22,16 +22,24 @@ class Driver:
     """Performs the effects of a replica's loop, and enforces the timeout of its steps."""
 
     def __init__(
-        self, replica: Replica, executor: Executor, deliver: Callable[[Delivery], object], step_timeout_s: float
+        self,
+        replica: Replica,
+        executor: Executor,
+        deliver: Callable[[Delivery], object],
+        step_timeout_s: float,
+        load_timeout_s: float | None = None,
     ) -> None:
         """Run the loop, and perform its effects, until it waits for the first time.
 
         Args:
+            load_timeout_s: limit of a round that may load weights, if it is longer than that of a step.
             deliver: receives what the loop delivers during this call. It is not stored, because that would keep the
                 owner of this object alive.
         """
         self._executor = executor
         self._step_timeout_s = step_timeout_s
+        self._load_timeout_s = max(step_timeout_s, load_timeout_s or 0.0)
+        self._runs_command = False  # the last round may run a command
         self._loop = replica.run()
         self._futures: deque[Future[RoundResult]] = deque()  # results of the rounds in flight
         self._transfers: list[Future[TransferResult]] = []  # in flight
@@ -46,7 +54,8 @@ class Driver:
     @property
     def is_late(self) -> bool:
         """True if rounds are in flight, and none has ended within the timeout."""
-        return bool(self._futures) and time.monotonic() - self._last_result_s > self._step_timeout_s
+        timeout_s = self._load_timeout_s if self._runs_command else self._step_timeout_s
+        return bool(self._futures) and time.monotonic() - self._last_result_s > timeout_s
 
     def events(self, messages: list[ReplicaMessage]) -> Events:
         """Return messages with the rounds and transfers that have ended since the last call.
@@ -83,6 +92,7 @@ class Driver:
             answer = None
             match effect:
                 case Submit(work=work):
+                    self._runs_command = work.command is not None
                     self._futures.append(self._executor.submit(work))
                 case Transfer(work=transfer):
                     self._transfers.append(self._executor.transfer(transfer))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.controls import Command, ControlResult
+from moeserve.controls import CancelUpdate, Command, ControlResult, Pause, Resume, WeightState
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
 from moeserve.engine.controls import Controls
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
@@ -17,7 +17,15 @@ from moeserve.engine.in_flight import RequestsInFlight
 from moeserve.engine.launcher import Launcher, ReplicaHandle
 from moeserve.engine.restart import restart
 from moeserve.engine.scaling import Scaling
-from moeserve.errors import EngineError, ScaleError, ScalingInProgressError, SettingsError, WeightsChangedError
+from moeserve.errors import (
+    EngineError,
+    ScaleError,
+    ScalingInProgressError,
+    SettingsError,
+    StaleWeightsError,
+    WeightsChangedError,
+    WeightUpdateError,
+)
 from moeserve.interrupts import interrupts_allowed
 from moeserve.models.checkpoint.file_hashes import FileHashes
 from moeserve.processes.failures import FailureReport, as_error, root_cause
@@ -130,6 +138,8 @@ class Engine:
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._require_serving()
+        if self.weights.refusal:
+            raise StaleWeightsError(self.weights.refusal)
         require_new([request.request_id, *(sample.request_id for sample in samples)], self._in_flight.ids)
         if not self._in_flight:
             self._last_message_s = time.monotonic()
@@ -139,8 +149,14 @@ class Engine:
     def is_paused(self) -> bool:
         return self._controls.is_paused
 
+    @property
+    def weights(self) -> WeightState:
+        return self._controls.weights
+
     def control(self, command: Command) -> Future[ControlResult]:
         self._require_serving()
+        if not isinstance(command, Pause | Resume):
+            self._require_updates()
         self._last_message_s = time.monotonic()
         return self._controls.run(command)
 
@@ -201,6 +217,10 @@ class Engine:
             done: Future[None] = Future()
             done.set_result(None)
             return done
+        if self.weights != WeightState():
+            raise ScaleError(
+                "new replicas would load the checkpoint, and the weights are others by now; call reload_weights first"
+            )
         config = with_limits_of(self.config, self.num_blocks, self._config_of(data_parallel_size))
         if config.compute.device != "cpu":
             return self._scale_in_place(config)
@@ -347,7 +367,14 @@ class Engine:
 
     @property
     def _longest_wait_s(self) -> float:
-        return SECONDS_BETWEEN_LOOKS if self._is_scaling else self.config.failure.step_timeout
+        failure = self.config.failure
+        if self._is_scaling:
+            return SECONDS_BETWEEN_LOOKS
+        return (
+            min(failure.step_timeout, failure.weight_update_timeout)
+            if self.weights.is_updating
+            else failure.step_timeout
+        )
 
     def _receive(self, timeout_s: float = 0.0, *, only_failures: bool = False) -> None:
         """Handle all updates that have arrived, after waiting for the first. A failure ends requests or resumes them.
@@ -364,10 +391,16 @@ class Engine:
             self._undelivered += [] if only_failures else self._received(ready)
             self._advance_scaling()
             group = self._generation.group
-            is_busy = self._controls.is_running or (self._in_flight and not self._controls.is_paused)
+            may_run = not (self._controls.is_paused or self.weights.is_updating)
+            is_busy = self._controls.is_running or (self._in_flight and may_run)
             silent_s = time.monotonic() - self._last_message_s if is_busy else 0.0
             has_failed = any(process in self._serving and process.failures() for process in ready)
-            is_silent = silent_s > MOST_SILENT_STEPS * self.config.failure.step_timeout
+            failure = self.config.failure
+            most_s = MOST_SILENT_STEPS * failure.step_timeout
+            is_silent = silent_s > (max(most_s, failure.load_timeout) if self._controls.is_running else most_s)
+            if self._controls.seconds_open > failure.weight_update_timeout:
+                logger.error("an update of the weights is cancelled: no call for %g s", failure.weight_update_timeout)
+                self._controls.run(CancelUpdate())
             if has_failed or (is_silent and not group.reports_hangs and not only_failures):
                 silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
                 cause = root_cause(group.collect_failures() or [silence])
@@ -381,8 +414,7 @@ class Engine:
     def _fail(self, error: str) -> None:
         """End the requests that cannot be resumed after a failure of the engine."""
         self._failure = error
-        if not self._may_restart:
-            self._controls.fail(error)
+        self._controls.fail(error, weights_only=self._may_restart)
         if self._scaling is not None:
             self._scaling.cancel(error)
         self._undelivered += self._in_flight.end_after_failure(error, may_resume=self._may_restart)
@@ -404,7 +436,10 @@ class Engine:
 
     def _continue_all(self) -> list[RequestUpdate]:
         """Continue requests and controls on new replicas. Return final updates of requests that were aborted."""
-        updates = self._in_flight.continue_all()
+        if self.weights.refusal:
+            updates = self._in_flight.end_all(error=self.weights.refusal)
+        else:
+            updates = self._in_flight.continue_all()
         self._controls.resend()
         return updates
 
@@ -425,8 +460,10 @@ class Engine:
                 self._generation.router.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
                 self._awaits_load &= not message.answers
-                self._controls.note(index, message.controls)
                 updates += self._in_flight.live_updates(message.updates)
+                self._controls.note(index, message.controls)
+                if self.weights.refusal and self._in_flight:
+                    updates += self._in_flight.abandon_all(error=self.weights.refusal)
         return updates
 
     def _require_serving(self) -> None:
@@ -442,6 +479,13 @@ class Engine:
             self._restart(self._config_after_failure(self.config))
             self._controls.resend()
         self._require_open()
+
+    def _require_updates(self) -> None:
+        """Raise WeightUpdateError if the weights cannot be updated now."""
+        if not self.config.weights.rl:
+            raise WeightUpdateError("this engine's weights cannot be updated; start it with rl=True (--rl)")
+        if self._is_scaling:
+            raise WeightUpdateError("the number of replicas is being changed; try again when that is over")
 
     def _require_open(self) -> None:
         if self.refusal:

@@ -155,15 +155,21 @@ class EngineHub:
         change.add_done_callback(answer)
 
     def _run_control(self, message: RunControl) -> None:
+        def send(result: ControlResult | None, error: BaseException | None) -> None:
+            is_paused, weights = self._engine.is_paused, self._engine.weights
+            kind = "" if error is None else type(error).__name__
+            self._send_to(
+                message.sender, ControlRan(message.ticket, is_paused, weights, result, str(error or ""), kind)
+            )
+
         def answer(ended: Future[ControlResult]) -> None:
-            error, is_paused = ended.exception(), self._engine.is_paused
-            result = ended.result() if error is None else None
-            self._send_to(message.sender, ControlRan(message.ticket, is_paused, result, str(error or "")))
+            error = ended.exception()
+            send(ended.result() if error is None else None, error)
 
         try:
             self._engine.control(message.command).add_done_callback(answer)
-        except EngineError as error:
-            self._send_to(message.sender, ControlRan(message.ticket, self._engine.is_paused, error=str(error)))
+        except MoeserveError as error:
+            send(None, error)
 
     def _send(self, updates: Sequence[RequestUpdate]) -> None:
         by_process: dict[int, list[RequestUpdate]] = {}
@@ -295,6 +301,7 @@ class EngineHub:
                 replica_stats=list(engine.replica_stats),
                 num_blocks=engine.num_blocks,
                 is_paused=engine.is_paused,
+                weights=engine.weights,
             )
             self._state_sent_s = now
             if self._state != last:

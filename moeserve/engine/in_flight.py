@@ -127,6 +127,12 @@ class RequestsInFlight:
             error=error,
         )
 
+    def abandon_all(self, *, error: str) -> list[RequestUpdate]:
+        """Abort all requests at their replicas, and return the final update of each."""
+        for name, known in self._known.items():
+            known.replica.send(AbortRequest(name))
+        return self.end_all(error=error)
+
     def end_all(self, *, error: str | None) -> list[RequestUpdate]:
         """Remove all requests. Return the final update of each.
 

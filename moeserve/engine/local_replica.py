@@ -37,7 +37,9 @@ class LocalReplica:
         self._outbox: list[FromReplica] = [ready_of(self.executor.loaded)]
         self._reports: list[FailureReport] = []
         self._is_killed = False
-        self._driver = Driver(self.replica, self.executor, self._outbox.append, self._step_timeout_s)
+        self._driver = Driver(
+            self.replica, self.executor, self._outbox.append, self._step_timeout_s, config.failure.load_timeout
+        )
 
     @property
     def has_messages(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.controls import Command, ControlResult
+from moeserve.controls import Command, ControlResult, WeightState
 from moeserve.protocol import AbortRequest, AddRequest, Delivery, ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -47,6 +47,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     replica_stats: list[ReplicaStats]
     num_blocks: int
     is_paused: bool
+    weights: WeightState
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -89,8 +90,10 @@ class ControlRan(msgspec.Struct, frozen=True, tag="control-ran"):
 
     ticket: int
     is_paused: bool
+    weights: WeightState
     result: ControlResult | None = None  # None: an error
     error: str = ""
+    kind: str = ""  # class name of the error
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):

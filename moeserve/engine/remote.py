@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from moeserve.controls import Command, ControlResult
+from moeserve.controls import Command, ControlResult, WeightState
 from moeserve.engine.base import require_encodable, require_new, stats_at_start
 from moeserve.engine.protocol import (
     ControlRan,
@@ -26,16 +26,24 @@ from moeserve.engine.protocol import (
     Starting,
     Updates,
 )
-from moeserve.errors import EngineError, MoeserveError, ScaleError, ScalingInProgressError, SettingsError
+from moeserve.errors import (
+    EngineError,
+    MoeserveError,
+    ScaleError,
+    ScalingInProgressError,
+    SettingsError,
+    StaleWeightsError,
+    WeightUpdateError,
+)
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.channel import Channel
 from moeserve.processes.wake_up import WakeUp
 from moeserve.protocol import AbortRequest, AddRequest, ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.telemetry.expert_load import LoadWindow
 
-# Errors of `Engine.scale` by class name; other names become an EngineError.
+# Errors of `Engine.scale` and `Engine.control` by class name; other names become an EngineError.
 _ERRORS: dict[str, type[MoeserveError]] = {
-    kind.__name__: kind for kind in (ScaleError, ScalingInProgressError, SettingsError)
+    kind.__name__: kind for kind in (ScaleError, ScalingInProgressError, SettingsError, WeightUpdateError)
 }
 
 
@@ -56,6 +64,7 @@ class RemoteEngine:
         ] * self.config.parallel.data_parallel_size
         self.has_failed = False
         self.is_paused = False
+        self.weights = WeightState()
         self.notes: dict[int, bytes] = {}  # the last note of each other process
         self._refusal = ""
         self._index = engine.index
@@ -81,6 +90,8 @@ class RemoteEngine:
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         if self.refusal:
             raise EngineError(self.refusal)
+        if self.weights.refusal:
+            raise StaleWeightsError(self.weights.refusal)
         request_ids = [request.request_id, *(sample.request_id for sample in samples)]
         require_new(request_ids, self._in_flight)
         require_encodable(request)
@@ -177,17 +188,17 @@ class RemoteEngine:
                 case EngineState():
                     self._refusal, self.has_failed = message.refusal, message.has_failed
                     self.replica_stats, self.num_blocks = message.replica_stats, message.num_blocks
-                    self.is_paused = message.is_paused
+                    self.is_paused, self.weights = message.is_paused, message.weights
                     parallel = {"data_parallel_size": len(message.replica_stats)}
                     self.config = self.config.changed(parallel=parallel)
                 case Scaled():
                     kind = _ERRORS.get(message.kind, EngineError)
                     self._end_change(kind(message.error) if message.error else None)
                 case ControlRan():
-                    self.is_paused = message.is_paused
+                    self.is_paused, self.weights = message.is_paused, message.weights
                     ended = self._controls.pop(message.ticket)
                     if message.result is None:
-                        ended.set_exception(EngineError(message.error))
+                        ended.set_exception(_ERRORS.get(message.kind, EngineError)(message.error))
                     else:
                         ended.set_result(message.result)
                 case Load():

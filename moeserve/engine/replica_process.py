@@ -44,17 +44,23 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
     replica = new_replica(config, executor.loaded, start.dp_index)
     channel.send(ready_of(executor.loaded))
     client = ClientConnection(channel, config.schedule.max_concurrent_batches)
-    drive(replica, client, executor, config.failure.step_timeout)
+    drive(replica, client, executor, config.failure.step_timeout, config.failure.load_timeout)
 
 
-def drive(replica: Replica, client: ClientConnection, executor: Executor, step_timeout_s: float) -> None:
+def drive(
+    replica: Replica,
+    client: ClientConnection,
+    executor: Executor,
+    step_timeout_s: float,
+    load_timeout_s: float | None = None,
+) -> None:
     """Run a replica's loop until all replicas have agreed to shut down.
 
     Raises:
         EngineError: a rank, another replica or the user's process has failed.
         StepTimeoutError: the ranks have not finished a step in time.
     """
-    driver = Driver(replica, executor, client.deliver, step_timeout_s)
+    driver = Driver(replica, executor, client.deliver, step_timeout_s, load_timeout_s)
     while driver.wait is not None:
         events = driver.events(client.receive())
         if not events:

@@ -274,7 +274,7 @@ class CacheManager:
             num_tokens: number of newly computed tokens, which `request.num_computed` includes.
         """
         size, to_store = self.config.block_size, []
-        if self.config.enable_prefix_caching:
+        if self._is_shared(request):
             for index in range((request.num_computed - num_tokens) // size, request.num_computed // size):
                 digest = self._digest(request, index)
                 for group, table, _ in self._held(request):
@@ -291,11 +291,15 @@ class CacheManager:
         held = self._held(request)
         for group, table, num_dropped in held:
             group.pool.release(table[num_dropped:])
-        if len(held) > 1 and self._rows is None and self.config.enable_prefix_caching:  # states are saved in prompts
+        if len(held) > 1 and self._rows is None and self._is_shared(request):  # states are saved in prompts
             num_blocks = min(request.num_computed, len(request.token_ids)) // self.config.block_size
             keys = [key for key in self.items_of(request, num_blocks)[num_blocks:] if self._is_cached(key)]
             to_store = self._with_places(keys)
         return to_store
+
+    def make_private(self, request: CachedRequest) -> None:
+        """Let no other request find what a request computes from now on."""
+        request.cache.is_private = True
 
     def clear(self, request: CachedRequest) -> None:
         """Forget the blocks and the state of a request, which have been released, so that it can start again."""
@@ -332,6 +336,9 @@ class CacheManager:
             saved = [items.saved.row for items in chunks if items.saved is not None and items.is_for_others]
             read = [items.read_row for items in chunks if items.read_row is not None]
             self._rows.check_invariants(saved + read, held[CacheKind.STATE])
+
+    def _is_shared(self, request: CachedRequest) -> bool:
+        return self.config.enable_prefix_caching and not request.cache.is_private
 
     def _held(self, request: CachedRequest) -> list[tuple[_Group, list[int], int]]:
         """Return each group with the request's table and the number of blocks that it has dropped."""
@@ -372,7 +379,7 @@ class CacheManager:
 
         A request whose prompt continues this prompt starts after the last whole step.
         """
-        if num_tokens == 1 or not self.config.enable_prefix_caching:
+        if num_tokens == 1 or not self._is_shared(request):
             return None
         size, branch_point = self.config.block_size, request.cache.branch_point
         start, end = request.num_planned, request.num_planned + num_tokens

@@ -20,6 +20,7 @@ class RequestCache:
     row: int | None = None  # row of the state before the next planned token; None: zeros
     own_row: int = -1  # row to which chunks write the state after them, once the request is registered
     has_moved: bool = False  # the state has moved to `own_row` since the last plan
+    is_private: bool = False  # its keys and values are of several weights, so no other request may find them
     branch_point: int = 0  # position where another request diverged; what a later request needs there is kept
     _digests: list[bytes] = field(default_factory=list)  # digests of the first full blocks, computed on demand
 

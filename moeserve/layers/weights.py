@@ -267,6 +267,19 @@ class Weights(nn.Module, Generic[AnyProduct]):
         assert self.is_on_disk
         self.panels = panels
 
+    def pack_into(self, panels: Tensor) -> None:
+        """Pack the filled weights into the panels of weights of the same form, and release the memory.
+
+        The weights can be filled again afterwards, once they have memory.
+        """
+        packed_format, packing = self.packed_format, self._packing
+        assert packed_format is not None
+        assert packing is not None
+        packing.pack(self.open, packed_format, panels, in_place=False)
+        self.memory = nn.Parameter(
+            torch.empty(self.shape, dtype=self.context.dtype, device="meta"), requires_grad=False
+        )
+
     def adopt(self, panels: Tensor) -> None:
         """Use panels that an earlier start packed from the same weights, instead of `pack`."""
         packed_format = self.packed_format

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moeserve.controls import Command
+from moeserve.controls import Command, Outcome
 from moeserve.errors import LockstepError
 from moeserve.protocol import RankReport, StepPlan, StepResult
 
@@ -112,6 +112,7 @@ class RoundResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
 
     agreement: Agreement
     result: StepResult | None = None  # None: there was no step
+    outcome: Outcome | None = None  # of a `WeightCommand` that the ranks have run
     error: str = ""  # error of a step that failed on the only rank, which can continue; the result is then empty
     num_padding_tokens: int = 0  # padding rows that this rank computed in addition to its replica's tokens
     agreement_seconds: float = 0.0  # time until the rows of all replicas had arrived

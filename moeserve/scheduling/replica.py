@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from moeserve import protocol
-from moeserve.controls import Control, ControlResult, Pause, Resume
+from moeserve.controls import INITIAL_VERSION, Control, ControlResult, FinishUpdate, Outcome, Pause, Resume
 from moeserve.errors import DistributedError, RequestError
 from moeserve.protocol import (
     AbortRequest,
@@ -134,6 +134,8 @@ class Replica:
         self._controls: deque[Control] = deque()  # received, not run yet
         self._ended_controls: list[ControlResult] = []  # for the next `Delivery`
         self._is_paused = False
+        self._has_whole_weights = True  # of one version, so that steps may run
+        self._weight_version = INITIAL_VERSION
         self._load_window = load_window if index == 0 else 0  # one replica decides, so that all collect once
         self._steps_since_load = 0
         self._load_requested = False
@@ -185,7 +187,7 @@ class Replica:
             return None
         control = self._control_to_announce()
         plan = None
-        is_quiet = self._is_paused or control is not None
+        is_quiet = self._is_paused or not self._has_whole_weights or control is not None
         if self._failure is None and not is_quiet:
             try:
                 plan = self._scheduler.schedule(self._prefill_budgets[len(self._rounds)])
@@ -253,7 +255,7 @@ class Replica:
             self._load = step_result.load
         if agreement.control:
             assert ended.control is not None
-            self._end_control(ended.control)
+            self._end_control(ended.control, result.outcome)
         if ended.plan is None:
             return
         if result.error:
@@ -297,8 +299,10 @@ class Replica:
                     self._queue_update(update)
             self._scheduler.hold()
 
-    def _end_control(self, control: Control) -> None:
+    def _end_control(self, control: Control, outcome: Outcome | None) -> None:
         """Apply a control that the ranks have run. No plan is in flight, because those before it are committed."""
+        if outcome is not None:
+            self._has_whole_weights = outcome.is_whole
         if self._controls:  # else they were cleared for the shutdown
             self._controls.popleft()
         match control.command:
@@ -312,7 +316,10 @@ class Replica:
                 self._is_paused = False
                 if not any(isinstance(each.command, Pause) for each in self._controls):
                     self._scheduler.release()
-        self._ended_controls.append(ControlResult(number=control.number))
+            case FinishUpdate(version=version, salt=salt) if outcome is not None and not outcome.error:
+                self._weight_version = version
+                self._scheduler.use_new_weights(salt)
+        self._ended_controls.append(ControlResult(number=control.number, outcome=outcome))
 
     def _add(self, request: Request) -> None:
         """Accept a request, or end it with an error. An exception here would end all replicas."""
@@ -327,7 +334,10 @@ class Replica:
             self._queue_update(RequestUpdate(request_id=request_id, finish_reason="abort"), error=str(error))
 
     def _queue_update(self, update: RequestUpdate, *, error: str | None = None) -> None:
-        self._updates.append(msgspec.structs.replace(update, replica=self._index, error=error or update.error))
+        update = msgspec.structs.replace(
+            update, replica=self._index, error=error or update.error, weight_version=self._weight_version
+        )
+        self._updates.append(update)
 
     def _deliver(self) -> Delivery:
         updates, self._updates = self._updates, []

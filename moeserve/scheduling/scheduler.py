@@ -211,6 +211,16 @@ class Scheduler:
         for request in reversed([*self._running.values()]):
             self._preempt(request)
 
+    def use_new_weights(self, salt: bytes) -> None:
+        """Forget prefixes, and let later requests find none that running requests compute with old keys and values.
+
+        Args:
+            salt: as for `forget_prefixes`.
+        """
+        self.forget_prefixes(salt)
+        for request in self._running.values():
+            self._caches.make_private(request)
+
     def forget_prefixes(self, salt: bytes) -> None:
         """Let requests find no prefix that was cached so far. Running requests keep their blocks.
 
@@ -392,6 +402,8 @@ class Scheduler:
         """Return a running request to its position in the queue. It will be computed again from the start."""
         self._plans.stop(request)
         self._caches.clear(request)
+        if request.cache.is_private:
+            request.cache = self._new_cache(request.request)
         request.reset_computed()
         self._queue.insert(request)
         self.num_preemptions += 1

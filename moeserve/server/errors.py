@@ -10,7 +10,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from moeserve.errors import EngineError, MoeserveError, PromptTooLongError, QueueFullError, RequestError, SettingsError
+from moeserve.errors import (
+    EngineError,
+    MoeserveError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    SettingsError,
+    StaleWeightsError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +120,8 @@ def api_error(error: MoeserveError) -> ApiError:
             return ApiError(400, str(error))
         case QueueFullError():
             return ApiError(429, "too many requests are in flight; try again later", headers={"Retry-After": "1"})
+        case StaleWeightsError():
+            return ApiError(503, str(error), code="stale_weights")
         case EngineError():
             headers = {"Retry-After": str(SECONDS_UNTIL_RESTART)}
             return ApiError(503, "the engine failed while it served this request; try again later", headers=headers)

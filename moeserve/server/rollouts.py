@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Depends, FastAPI, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
 
 from moeserve.controls import PauseMode
-from moeserve.errors import MoeserveError
+from moeserve.errors import MoeserveError, WeightUpdateError
 from moeserve.server.errors import ApiError, api_error
 from moeserve.server.keys import Keys
 from moeserve.server.operators import require_administrator
 from moeserve.server.service import Service
+
+Result = TypeVar("Result")
+Shapes = dict[str, list[Annotated[int, Field(strict=True, ge=0)]]]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # fields with pickled objects are refused by name, like all others
+
+
+class InitBody(_Body):
+    init_info: dict[str, Any]
+
+
+class StartBody(_Body):
+    shapes: Shapes | None = None
+
+
+class UpdateBody(_Body):
+    update_info: dict[str, Any] | None = None
+    weight_dir: str | None = None  # prime-rl's: a whole update from a folder
+
+
+class FinishBody(_Body):
+    weight_version: str | None = None
+
+
+class CheckBody(_Body):
+    action: Literal["checksum", "compare"]
+    baseline: dict[str, str] | None = None
 
 
 def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
@@ -27,19 +59,13 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         mode: Annotated[PauseMode, Query()] = "abort", clear_cache: Annotated[bool, Query()] = True
     ) -> dict[str, Literal["paused"]]:
         """Respond once no rank computes; see `LLM.pause`."""
-        try:
-            await service.llm.pause(mode, clear_cache)
-        except MoeserveError as error:
-            raise control_error(error) from error
+        await _answered(service.llm.pause(mode, clear_cache))
         return {"status": "paused"}
 
     @app.post("/resume", dependencies=of_administrator)
     async def resume() -> dict[str, Literal["resumed"]]:
         """Run steps again after a pause."""
-        try:
-            await service.llm.resume()
-        except MoeserveError as error:
-            raise control_error(error) from error
+        await _answered(service.llm.resume())
         return {"status": "resumed"}
 
     @app.get("/is_paused", dependencies=of_administrator)
@@ -47,7 +73,74 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         """Return True from the end of a pause to the end of a resume."""
         return {"is_paused": await service.llm.is_paused()}
 
+    _add_weight_routes(app, service, of_administrator)
 
-def control_error(error: MoeserveError) -> ApiError:
-    """Return the error for a control that the engine refused or could not finish."""
-    return api_error(error)
+
+def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[Any]) -> None:
+    llm = service.llm
+
+    @app.post("/init_weight_transfer_engine", dependencies=of_administrator)
+    async def init_weight_transfer_engine(body: InitBody) -> dict[str, str]:
+        await _answered(llm.init_weight_transfer_engine({"init_info": body.init_info}))
+        return {"message": "Weight transfer initialized"}
+
+    @app.post("/start_weight_update", dependencies=of_administrator)
+    async def start_weight_update(body: StartBody | None = None) -> dict[str, str]:
+        await _answered(llm.start_weight_update(None if body is None else body.shapes))
+        return {"message": "Weight update started"}
+
+    @app.post("/update_weights", dependencies=of_administrator)
+    async def update_weights(body: UpdateBody) -> dict[str, str]:
+        if (body.update_info is None) == (body.weight_dir is None):
+            raise ApiError(400, "give either update_info or weight_dir", param="update_info")
+        if body.weight_dir is None:
+            await _answered(llm.update_weights({"update_info": body.update_info}))
+        else:
+            await _answered(llm.start_weight_update())
+            await _answered(llm.update_weights({"update_info": {"path": body.weight_dir}}))
+            await _answered(llm.finish_weight_update(Path(body.weight_dir).name))
+        return {"message": "Weights updated"}
+
+    @app.post("/finish_weight_update", dependencies=of_administrator)
+    async def finish_weight_update(body: FinishBody | None = None) -> dict[str, str]:
+        await _answered(llm.finish_weight_update(None if body is None else body.weight_version))
+        return {"message": "Weight update finished"}
+
+    @app.post("/reload_weights", dependencies=of_administrator)
+    async def reload_weights() -> dict[str, str]:
+        await _answered(llm.reload_weights())
+        return {"message": "Weights reloaded"}
+
+    @app.get("/weight_info", dependencies=of_administrator)
+    async def weight_info() -> dict[str, str]:
+        return {"weight_version": await llm.get_weight_version()}
+
+    @app.post("/weight_checker", dependencies=of_administrator)
+    async def weight_checker(body: CheckBody) -> dict[str, Any]:
+        if body.action == "compare" and body.baseline is None:
+            raise ApiError(400, "action='compare' needs a baseline", param="baseline")
+        checksums = await _answered(llm.weight_checksums())
+        if body.baseline is None:
+            return {"checksums": checksums}
+        names = checksums.keys() | body.baseline.keys()
+        differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
+        return {"match": not differing, "mismatches": differing}
+
+    @app.get("/get_world_size", dependencies=of_administrator)
+    async def get_world_size(include_dp: Annotated[bool, Query()] = True) -> dict[str, int]:
+        parallel = llm.config.parallel
+        return {"world_size": parallel.num_ranks if include_dp else parallel.ranks_per_replica}
+
+
+async def _answered(work: Awaitable[Result]) -> Result:
+    """Return the result of a control.
+
+    Raises:
+        ApiError: the engine has refused the control, or could not finish it.
+    """
+    try:
+        return await work
+    except WeightUpdateError as error:
+        raise ApiError(409, str(error), code="weight_update_refused") from error
+    except MoeserveError as error:
+        raise api_error(error) from error

@@ -14,7 +14,7 @@ from typing import Any
 from moeserve.api.answers import find_family, readable_params
 from moeserve.api.async_llm import AsyncLLM
 from moeserve.errors import MoeserveError
-from moeserve.outputs import RequestOutput
+from moeserve.outputs import CompletionOutput, RequestOutput
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
 from moeserve.server.client import Client
@@ -119,6 +119,12 @@ class Service:
     def _may_abort(self) -> bool:
         """True if an aborted output is one that a pause has ended."""
         return self.llm.config.weights.rl and not self.admission.is_closed
+
+    def versions_of(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the field of a choice that names the versions of the weights, at the end of an output with `rl`."""
+        if output.finish_reason is None or not self.llm.config.weights.rl:
+            return {}
+        return {"weight_versions": [(span.version, span.start, span.stop) for span in output.weight_versions]}
 
     def require_model(self, name: str | None) -> str:
         """Return the model's name for the response.

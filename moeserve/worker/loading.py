@@ -38,6 +38,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.rank_model import RankModel
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_mapping import destinations
+from moeserve.models.weight_update import WeightUpdates
 from moeserve.ops.backend import Backend
 from moeserve.ops.products.cpu import CpuExpertStore
 from moeserve.ops.select import select_backend
@@ -61,6 +62,7 @@ class LoadedModel:
     mapped_bytes: int = 0  # size of weights that are mapped from a file
     expert_store: CpuExpertStore | None = None  # None: all experts are in memory
     file_hashes: FileHashes = ()  # of the checkpoint's files; empty for random weights
+    updates: WeightUpdates | None = None  # None: no trainer may update the weights
 
 
 def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> LoadedModel:
@@ -107,9 +109,23 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         packer = Packer(model)
         fill_randomly(model, weights.seed)
         packer.finish()
-        return LoadedModel(model.eval())
+        return LoadedModel(model.eval(), updates=_updates(config, description, placements, None, model))
     loaded = _load(config, description, checkpoint, model, placements, memory.kept, budget, show_progress=show_progress)
-    return replace(loaded, file_hashes=file_hashes)
+    updates = _updates(config, description, placements, checkpoint, model)
+    return replace(loaded, file_hashes=file_hashes, updates=updates)
+
+
+def _updates(
+    config: EngineConfig,
+    description: registry.Description,
+    placements: tuple[Placement, ...],
+    checkpoint: Checkpoint | None,
+    model: Decoder,
+) -> WeightUpdates | None:
+    if not config.weights.rl:
+        return None
+    stored = {} if checkpoint is None else checkpoint.shapes
+    return WeightUpdates(model, description, placements, stored, model.groups.world.all_gather_bytes)
 
 
 def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
@@ -178,8 +194,9 @@ def _load(
         store = load_with_store(model, budget, path, fill, says=model.groups.rank == 0)
         return LoadedModel(model.eval(), expert_store=store)
     cache = PackedWeightCache(cache_folder() / "packed", weights.packed_cache)
-    # Rebalancing writes to the weights, so they must not be mapped from the cache or be in use by a cache writer.
-    has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and config.experts.rebalance == "off"
+    # Rebalancing and trainers write to the weights, which must not be mapped from the cache or be in use by its writer.
+    are_written = weights.rl or config.experts.rebalance != "off"
+    has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and not are_written
     is_cached = has_cache and num_bytes >= MIN_CACHED_BYTES
     if is_cached and (state := cache.load(key)) is not None:
         if adopt_state(model, state):

@@ -16,6 +16,7 @@ import torch
 
 from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
+from moeserve.controls import Outcome, Pause, Resume, StartUpdate
 from moeserve.distributed.groups import Groups
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rank.cache import most_blocks
@@ -112,12 +113,12 @@ class Worker:
         reserved_bytes = factory.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
         self.num_blocks = self._count_blocks(config, loaded, context, reserved_bytes)
 
-        loads = {number: layer.load for number, layer in layers.items()}
-        self.load_meter = LoadMeter(loads, groups, loaded.expert_store)
+        self.load_meter = LoadMeter({index: layer.load for index, layer in layers.items()}, groups, loaded.expert_store)
         side_stream = CudaSideStream() if config.compute.device == "cuda" else None
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
         )
+        self._updates = loaded.updates
         self._load: LoadWindow | None = None  # collected, not yet returned
         caches = self._make_caches(config, model)
         items = CachedItems(model.cache_items, caches, saved_rows_of(config))
@@ -269,6 +270,7 @@ class Worker:
             return PendingRound(agreement, None, lambda: RoundResult(agreement=agreement))
         self._switch_placement()
         self._collect_load(agreement)
+        outcome = self._run_control(work) if agreement.control else None
         step: PendingStep | None = None
         error, padded_to = "", None
         if any(agreement.num_tokens):
@@ -291,6 +293,7 @@ class Worker:
                 agreement=agreement,
                 result=StepResult(step=work.plan.step if work.plan else 0, chunks=chunks, load=load),
                 error=error,
+                outcome=outcome,
                 num_padding_tokens=0 if padded_to is None else padded_to - own_tokens,
                 agreement_seconds=started - arrived,
                 step_seconds=seconds,
@@ -313,6 +316,19 @@ class Worker:
             chunk if chunk.error is None else msgspec.structs.replace(chunk, error=f"{chunk.error} ({errors[0]})")
             for chunk in chunks
         ]
+
+    def _run_control(self, work: Round) -> Outcome | None:
+        """Run the command that all replicas have announced. Collective: all ranks."""
+        command = work.command
+        assert command is not None
+        if isinstance(command, Pause | Resume):
+            return None
+        if self._previous is not None:
+            self._previous.finish()  # a step may not read weights while they are written
+        assert self._updates is not None, "the engine refuses updates without `rl`"
+        if isinstance(command, StartUpdate) and self.rebalancer is not None:
+            self.rebalancer.drop_changes()  # experts that are moved would keep old weights
+        return self._updates.run(command)
 
     def _reports(self, plan: StepPlan | None) -> list[RankReport]:
         slots = plan.slots if plan else []

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from running_server import MODEL, RunningServer, running
+from safetensors.torch import load_file, save_file
 from server_process import serving
+from torch import Tensor
 
 from moeserve import AsyncLLM
+from moeserve.rl import WeightSender
 
 ADMIN = {"Authorization": "Bearer admin"}
 ROUTES = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused")]
+WEIGHT_ROUTES = [
+    *[("POST", f"/{name}") for name in ("start_weight_update", "finish_weight_update", "reload_weights")],
+    *[("POST", f"/{name}") for name in ("init_weight_transfer_engine", "update_weights", "weight_checker")],
+    *[("GET", f"/{name}") for name in ("weight_info", "get_world_size")],
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +34,88 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running(llm, api_key=["user"], admin_key=["admin"]) as server:
         yield server
     llm.shutdown()
+
+
+@pytest.mark.parametrize(("method", "path"), WEIGHT_ROUTES)
+def test_weight_routes_need_the_setting_and_the_key(
+    server: RunningServer, tiny_server: RunningServer, method: str, path: str
+) -> None:
+    with server.http() as http:
+        assert http.request(method, path).status_code == 401
+        assert http.request(method, path, headers={"Authorization": "Bearer user"}).status_code == 403
+        assert http.get("/weight_info", headers=ADMIN).json() == {"weight_version": "default"}
+    with tiny_server.http() as http:
+        assert http.request(method, path).status_code == 404
+
+
+def new_tensors(server: RunningServer) -> dict[str, Tensor]:
+    (shard,) = Path(server.llm.config.weights.model_path).glob("*.safetensors")
+    return {name: -0.5 * tensor for name, tensor in load_file(shard).items()}
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk"])
+def test_a_trainer_updates_the_weights_of_a_server(server: RunningServer, transport: Literal["shm", "disk"]) -> None:
+    body = {"model": MODEL, "prompt": [3, 1, 4], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
+    tensors = new_tensors(server)
+    with server.http(headers=ADMIN) as http:
+
+        def checksums() -> Any:
+            return http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+
+        old, answer = checksums(), http.post("/v1/completions", json=body).json()["choices"][0]
+        assert answer["weight_versions"] == [["default", 0, 5]]
+        WeightSender(server.url, transport, api_key="admin", chunk_bytes=5000).send(tensors, "next")
+        assert http.get("/weight_info").json() == {"weight_version": "next"}
+        other = http.post("/v1/completions", json=body).json()["choices"][0]
+        assert other["weight_versions"] == [["next", 0, 5]]
+        assert other["token_ids"] != answer["token_ids"]
+        compared = http.post("/weight_checker", json={"action": "compare", "baseline": old}).json()
+        assert not compared["match"]
+        assert len(compared["mismatches"]) > 5
+        assert http.post("/reload_weights").status_code == 200
+        assert checksums() == old
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"] == answer["token_ids"]
+        assert http.get("/get_world_size").json() == {"world_size": 1}
+
+
+def test_a_folder_is_a_whole_update(server: RunningServer, tmp_path: Path) -> None:
+    folder = tmp_path / "step_7"
+    folder.mkdir()
+    save_file(new_tensors(server), folder / "model.safetensors")
+    with server.http(headers=ADMIN) as http:
+        assert http.post("/update_weights", json={"weight_dir": str(folder)}).status_code == 200
+        assert http.get("/weight_info").json() == {"weight_version": "step_7"}
+        assert http.post("/reload_weights").status_code == 200
+
+
+def test_wrong_updates_have_their_own_statuses(server: RunningServer, tmp_path: Path) -> None:
+    wrong: list[tuple[str, Any, int, str]] = [
+        ("/update_weights", {"update_info": {"path": "/nowhere"}}, 409, "start_weight_update"),
+        ("/finish_weight_update", {}, 409, "start_weight_update"),
+        ("/update_weights", {"update_info": {"path": "a"}, "ipc_handles_pickled": "gASV"}, 400, "ipc_handles_pickled"),
+        ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}, 400, "update_info"),
+        ("/update_weights", {}, 400, "weight_dir"),
+        ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}, 400, "transport"),
+        ("/init_weight_transfer_engine", {"init_info": []}, 400, "init_info"),
+        ("/start_weight_update", {"shapes": {"a": ["b"]}}, 400, "shapes"),
+        ("/weight_checker", {"action": "reset"}, 400, "action"),
+        ("/weight_checker", {"action": "compare"}, 400, "baseline"),
+    ]
+    with server.http(headers=ADMIN) as http:
+        for path, body, status, words in wrong:
+            answer = http.post(path, json=body)
+            assert answer.status_code == status, (path, body, answer.text)
+            assert words in answer.text
+        name, tensor = next(iter(new_tensors(server).items()))
+        save_file({name: tensor}, tmp_path / "model.safetensors")
+        http.post("/start_weight_update")
+        assert http.post("/update_weights", json={"update_info": {"path": str(tmp_path)}}).status_code == 200
+        http.post("/start_weight_update")  # the former is cancelled, and this one has no tensors
+        refused = http.post("/finish_weight_update")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "weight_update_refused")
+        assert http.post("/reload_weights").status_code == 200
+        assert http.get("/weight_info").json() == {"weight_version": "default"}
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

@@ -116,7 +116,7 @@ def load_weights(
     into = destinations.into
     shards = Shards()
     _check_names(checkpoint, destinations, shards.read_rows, ignore_unused)
-    _check_tensors(checkpoint, into)
+    check_tensors(checkpoint, into)
     num_bytes = sum(_num_bytes(place) for places in into.values() for place in places)
     decoded = [name for name, places in into.items() if _is_decoded(checkpoint.tensors[name], places[0])]
     if decoded:
@@ -140,7 +140,7 @@ def load_weights(
     with progress_bar("weights", total=num_bytes, is_shown=show_progress) as progress:
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
             for place in into.pop(name):
-                _fill(place, checkpoint.tensors[name], shards.read_rows, piece_values, progress)
+                fill_place(place, checkpoint.tensors[name], shards.read_rows, piece_values, progress)
                 on_filled(place)
 
 
@@ -199,7 +199,7 @@ def _check_names(checkpoint: Checkpoint, destinations: Destinations, read_rows: 
         logger.warning("%s: %d tensors are not used: %s", folder, len(found), list_names(found))
 
 
-def _check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
+def check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
     """Raise CheckpointError if shapes or dtypes do not match the model."""
     for name, places in into.items():
         tensor, shown = checkpoint.tensors[name], checkpoint.stored_names.get(name, name)
@@ -222,9 +222,10 @@ def _num_bytes(place: Destination) -> int:
     return stored_codes.num_bytes(place) if place.is_stored else sum(part.nbytes for part in place.tensors)
 
 
-def _fill(
+def fill_place(
     place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, piece_values: int, progress: ProgressBar
 ) -> None:
+    """Copy a part of a tensor to its destination. The arguments are those of `load_weights`."""
     memory = place.memory
     if memory.numel() == 0:  # this rank has no part of the tensor
         return

@@ -99,10 +99,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     names_in_shard = shards_of_index(index_path)
     if single.is_file() and not any(os.path.isfile(folder / file_name) for file_name in names_in_shard):
         logger.warning("%s names shards that are not there, and is not used: %s has the weights", index_path, single)
-        return _read_header(single)
+        return read_header(single)
     stored = {}
     for file_name, names in sorted(names_in_shard.items()):
-        held = _read_header(folder / file_name)
+        held = read_header(folder / file_name)
         for name in names:
             if name not in held:
                 raise CheckpointError(f"{index_path} places tensor {name!r} in {file_name}, which does not hold it")
@@ -141,7 +141,7 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
         CheckpointError: there are no shards, or one is missing.
     """
     if os.path.lexists(single):  # even a link to nothing, which is then named
-        return _read_header(single)
+        return read_header(single)
     try:
         names = sorted(os.listdir(folder))
     except PermissionError:
@@ -161,7 +161,7 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
         )
     stored: dict[str, StoredTensor] = {}
     for shard in numbered:
-        held = _read_header(shard)
+        held = read_header(shard)
         if twice := sorted(stored.keys() & held.keys()):
             raise CheckpointError(f"{shard} and other shards hold the same tensors: {list_names(twice)}; keep one set")
         stored |= held
@@ -232,7 +232,12 @@ def list_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_SHOWN]) + more
 
 
-def _read_header(shard: Path) -> dict[str, StoredTensor]:
+def read_header(shard: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a safetensors file, by name.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
     if not os.path.lexists(shard):  # False also for names that no file system has
         raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it; fetch it")
     stored = {}

@@ -62,6 +62,7 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    weight_versions: list[tuple[str, int, int]] | None = None
 
 
 class Completion(BaseModel):
@@ -127,6 +128,8 @@ class _Answer:
                 if choice is not piece:
                     choice["text"] += piece["text"]
                     choice |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
+                    if "weight_versions" in piece:
+                        choice["weight_versions"] = piece["weight_versions"]
                     if "token_ids" in piece:
                         choice["token_ids"] += piece["token_ids"]
                     if piece["logprobs"] is not None:
@@ -204,7 +207,7 @@ class _Answer:
             piece["token_ids"] = list(token_ids)
             if is_first:
                 piece["prompt_token_ids"] = output.prompt_token_ids
-        return piece
+        return piece | self._service.versions_of(gained)
 
     def _echo(self, prompt: str | list[int], output: RequestOutput) -> str:
         if isinstance(prompt, str):

@@ -195,6 +195,16 @@ class Rebalancer:
         """True while changes are planned or experts are moved."""
         return bool(self._changes or self._unplanned)
 
+    def drop_changes(self) -> None:
+        """Drop all changes that are planned or in progress. Layers keep their placements."""
+        self._wait_for_side_stream()
+        self._window = None
+        self._unplanned.clear()
+        self._planned.clear()
+        self._changes.clear()
+        self._num_arrived = 0
+        self.must_switch = False
+
     def own_figures(self) -> list[int]:
         """Return this rank's measurements, which `consider` needs from all ranks."""
         if self._timed_bytes and (seconds := self._clock.take_seconds()) is not None:

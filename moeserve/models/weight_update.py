@@ -1,0 +1,305 @@
+"""Updates of a rank's weights by a trainer, tensor by tensor, into the memory that kernels and CPU graphs read.
+
+A skeleton of the decoder without memory has the destinations of all tensors, so that the division over ranks, slots of
+experts and formats are those of loading. Rows that fill whole panels are packed directly into the panels of the model.
+Other weights are opened when their first tensor arrives, and packed and released when the last one has arrived.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from moeserve.controls import (
+    CancelUpdate,
+    FinishUpdate,
+    LoadTensors,
+    Outcome,
+    ReadChecksums,
+    StartUpdate,
+    WeightCommand,
+)
+from moeserve.errors import CheckpointError
+from moeserve.layers.moe.dispatch.factory import TorchDispatchers
+from moeserve.layers.moe.placement.placement import Placement
+from moeserve.layers.rows import Destination
+from moeserve.layers.weights import AnyWeights
+from moeserve.models.checkpoint.loading import PIECE_VALUES, check_tensors, fill_place
+from moeserve.models.checkpoint.names import Translation, translated
+from moeserve.models.checkpoint.packing import fill_panels, packed_state, weights_of
+from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names, open_checkpoint, read_header
+from moeserve.models.checkpoint.tensors import PlainTensor
+from moeserve.models.checkpoint.unused_tensors import harmful
+from moeserve.models.checkpoint.weight_format import WeightFormat
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import Description
+from moeserve.models.weight_mapping import destinations
+from moeserve.progress import progress_bar
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY, CHUNK_PREFIX = Path("/dev/shm"), "moeserve-weights-"
+EMBEDDING = "model.embed_tokens.weight"
+OF_DRAFTS = "draft."  # prefix of the tensors of modules for multi-token prediction
+
+Gather = Callable[[bytes], list[bytes]]  # returns the data of all ranks. Collective: all ranks
+
+
+class WeightUpdates:
+    """Runs the commands of updates on one rank. All ranks run the same commands in the same rounds."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        description: Description,
+        placements: Sequence[Placement],
+        stored: Mapping[str, tuple[int, ...]],
+        gather: Gather,
+    ) -> None:
+        """
+        Args:
+            placements: of all layers with experts when the model was loaded; this rank's layers may have others now.
+            stored: shapes of the checkpoint's tensors, by translated name.
+        """
+        self._model, self._description, self._placements = model, description, placements
+        self._translation = Translation(description.family, description.model.num_decoder_layers)
+        self._stored, self._gather = stored, gather
+        self._update: _Update | None = None
+        self._is_stale = False  # weights are of several versions
+
+    def run(self, command: WeightCommand) -> Outcome:
+        """Run a command, and return the outcome of all ranks together. Collective: all ranks."""
+        match command:
+            case StartUpdate():
+                self._cancel()
+                error = self._shared_error(lambda: self._start(command))
+                if error:
+                    self._cancel()
+            case LoadTensors():
+                error = self._shared_error(lambda: self._require_open().prepare(self._open(command.path)))
+                if not error and (error := self._shared_error(self._require_open().fill)):
+                    self._cancel()
+            case FinishUpdate():
+                error = self._shared_error(lambda: self._require_open().finish())
+                if not error:
+                    self._update, self._is_stale = None, False
+            case CancelUpdate():
+                error = self._shared_error(self._cancel)
+            case ReadChecksums():
+                return Outcome(
+                    is_open=self._update is not None, is_whole=self._is_whole(), checksums=self._read_checksums()
+                )
+        return Outcome(error=error, is_open=self._update is not None, is_whole=self._is_whole())
+
+    def _is_whole(self) -> bool:
+        """Return True if the weights of all ranks are of one version. Collective: all ranks."""
+        is_stale = any(each == b"1" for each in self._gather(b"1" if self._is_stale else b"0"))
+        self._is_stale = is_stale
+        return not is_stale and self._update is None
+
+    def _shared_error(self, work: Callable[[], None]) -> str:
+        """Do some work, and return the errors of all ranks, each once; empty: none. Collective: all ranks."""
+        error = ""
+        try:
+            work()
+        except (CheckpointError, OSError, RuntimeError, MemoryError) as failure:
+            error = str(failure) or type(failure).__name__
+            if not isinstance(failure, CheckpointError):
+                logger.exception("an update of the weights failed")
+        return "; ".join(dict.fromkeys(each.decode() for each in self._gather(error.encode()) if each))
+
+    def _start(self, command: StartUpdate) -> None:
+        stored = self._stored
+        if command.shapes:
+            names = {name: self._translation(name) for name in command.shapes}
+            stored = {name: tuple(command.shapes[given]) for given, name in names.items() if name is not None}
+        needs_all = command.needs_all or self._is_stale
+        self._update = _Update(self._model, self._skeleton(), self._description, stored, needs_all=needs_all)
+
+    def _cancel(self) -> None:
+        if self._update is not None:
+            self._is_stale |= self._update.has_written
+            self._update = None
+
+    def _require_open(self) -> _Update:
+        if self._update is None:
+            raise CheckpointError("no update of the weights has begun; call start_weight_update first")
+        return self._update
+
+    def _open(self, path: str) -> Checkpoint:
+        """Open a folder, or a file in shared memory."""
+        folder = Path(path)
+        if folder.is_dir():
+            checkpoint = open_checkpoint(folder, WeightFormat())
+        else:
+            _require_chunk(folder)
+            stored = {name: PlainTensor(tensor) for name, tensor in read_header(folder).items()}
+            checkpoint = Checkpoint(folder, dict(stored), None, folder.stat().st_size)
+        return translated(checkpoint, self._description.family, self._description.model.num_decoder_layers)
+
+    def _skeleton(self) -> Decoder:
+        """Return the decoder without memory, with the model's own parameters where they are never packed."""
+        model, context = self._model, self._model.context
+        placements = list(self._placements)
+        own = model.config.of_stage(range(len(placements)), model.stage)
+        moes = [block.network.moe for block in model.blocks if block.network.moe is not None]
+        for index, moe in zip(own, moes, strict=True):  # rebalancing may have moved experts
+            placements[index] = moe.placement
+        ep = model.groups.ep
+        dispatchers = TorchDispatchers("local" if ep.world_size == 1 else "allgather", ep, context)
+        skeleton = Decoder(model.config, placements, dispatchers, context, model.stage)
+        modules = dict(model.named_modules())
+        for name, module in skeleton.named_modules():
+            for part, parameter in modules[name].named_parameters(recurse=False):
+                setattr(module, part, parameter)
+        return skeleton
+
+    def _read_checksums(self) -> dict[str, str]:
+        rank = self._model.groups.rank
+        own = {f"{rank}.{name}": _checksum(tensor) for name, tensor in packed_state(self._model).items()}
+        checksums: dict[str, str] = {}
+        for each in self._gather(msgspec.msgpack.encode(own)):
+            checksums |= msgspec.msgpack.decode(each, type=dict[str, str])
+        return checksums
+
+
+class _Update:
+    """One update, from its first tensor to its last."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        skeleton: Decoder,
+        description: Description,
+        stored: Mapping[str, tuple[int, ...]],
+        *,
+        needs_all: bool,
+    ) -> None:
+        self.has_written = False
+        self._destinations = places = destinations(skeleton, description.family.norm_offset, stored)
+        self._needs_all = needs_all
+        live, own = weights_of(model), weights_of(skeleton)
+        self._live: dict[AnyWeights, AnyWeights] = {weights: live[name] for name, weights in own.items()}
+        self._names: dict[AnyWeights, set[str]] = {}  # of the tensors that fill each of the weights that are packed
+        for name, of_name in places.into.items():
+            for place in of_name:
+                if place.owner is not None and self._live[place.owner].panels is not None:
+                    self._names.setdefault(place.owner, set()).add(name)
+        fill_panels(place for of_name in places.into.values() for place in of_name)
+        for weights in self._names:
+            if weights.fills_panels:
+                weights.panels = self._live[weights].panels
+        self._received: set[str] = set()
+        self._stored_names: dict[str, str] = {}  # as the trainer names them
+        self._next: Checkpoint | None = None
+
+    def prepare(self, checkpoint: Checkpoint) -> None:
+        """Check the tensors of a chunk before any of them is copied."""
+        into = self._destinations.into
+        shards = Shards()
+        unknown = [name for name in checkpoint.names - into.keys() if not self._destinations.is_ignored(name)]
+        if found := checkpoint.shown(
+            harmful(unknown, checkpoint.tensors, self._destinations.frequencies, shards.read_rows)
+        ):
+            raise CheckpointError(
+                f"{len(found)} tensors have no place in the model: {list_names(found)}. If the trainer stacks experts "
+                "in another way than the checkpoint, give the shapes of all tensors at the start of the update"
+            )
+        if twice := checkpoint.shown(checkpoint.names & self._received):
+            raise CheckpointError(f"{len(twice)} tensors were sent before in this update: {list_names(twice)}")
+        check_tensors(checkpoint, {name: into[name] for name in checkpoint.names & into.keys()})
+        self._next = checkpoint
+
+    def fill(self) -> None:
+        """Copy the tensors of the chunk that was prepared."""
+        checkpoint, self._next = self._next, None
+        assert checkpoint is not None
+        shards, into = Shards(), self._destinations.into
+        self._stored_names |= checkpoint.stored_names
+        with progress_bar("weights", total=0, is_shown=False) as progress:
+            for name in sorted(checkpoint.names & into.keys()):
+                self.has_written = True
+                self._received.add(name)
+                for place in into[name]:
+                    fill_place(self._opened(place), checkpoint.tensors[name], shards.read_rows, PIECE_VALUES, progress)
+                for owner in {place.owner for place in into[name]}:
+                    if owner is not None and self._names.get(owner, {""}) <= self._received:
+                        self._pack(owner)
+
+    def finish(self) -> None:
+        """Require that no weights are partly filled, and pack what depends on others.
+
+        Raises:
+            CheckpointError: tensors are missing.
+        """
+        missing: set[str] = set()
+        for names in self._names.values():
+            if names & self._received:
+                missing |= names - self._received
+        others = self._destinations.into.keys() - self._received
+        if self._needs_all:
+            missing |= {name for name in others if not name.startswith(OF_DRAFTS)}
+        if missing:
+            why = "the weights are stale, so all must be sent" if self._needs_all else "weights are partly filled"
+            raise CheckpointError(f"{why}; {len(missing)} tensors are missing: {list_names(self._shown(missing))}")
+        if others and all(name.startswith(OF_DRAFTS) for name in others):
+            logger.warning("drafts are those of older weights: %d tensors of MTP modules were not sent", len(others))
+        if EMBEDDING in self._received:
+            for weights in self._live:
+                if weights.is_borrowed:
+                    self._pack(weights)
+
+    def _shown(self, names: set[str]) -> list[str]:
+        return Checkpoint(Path(), {}, None, 0, self._stored_names).shown(names)
+
+    def _opened(self, place: Destination) -> Destination:
+        """Return a destination in memory, which is allocated for its weights if it is the first of them."""
+        owner = place.owner
+        if owner not in self._names or owner is None or owner.fills_panels:
+            return place  # a parameter of the model, weights that stay open, or rows that are packed as they are read
+        assert owner.memory is not None
+        if owner.memory.is_meta:
+            memory = owner.context.backend.allocate_weights(
+                owner.memory.shape, owner.memory.dtype, owner.context.device
+            )
+            owner.memory = nn.Parameter(memory, requires_grad=False)
+        like, first = place.memory, owner.memory.storage_offset()  # weights may share a page
+        return dataclasses.replace(
+            place, memory=owner.memory.as_strided(like.shape, like.stride(), first + like.storage_offset())
+        )
+
+    def _pack(self, weights: AnyWeights) -> None:
+        """Pack filled weights into the panels of the model, and release their memory."""
+        panels = self._live[weights].panels
+        if panels is None or weights.fills_panels:
+            return
+        if weights.borrow is not None:
+            weights.use_memory()
+        weights.pack_into(panels)
+
+
+def _require_chunk(path: Path) -> None:
+    """Raise CheckpointError unless a path is that of a chunk that `moeserve.rl` has written to shared memory."""
+    is_chunk = path.parent == SHARED_MEMORY and path.name.startswith(CHUNK_PREFIX)
+    try:
+        is_chunk = is_chunk and stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        is_chunk = False
+    if not is_chunk:
+        raise CheckpointError(
+            f"{path} is neither a folder with safetensors files nor a file {SHARED_MEMORY}/{CHUNK_PREFIX}... on the "
+            "host of every rank"
+        )
+
+
+def _checksum(tensor: Tensor) -> str:
+    data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()

@@ -1,0 +1,146 @@
+"""`WeightSender`: sends a trainer's tensors to an engine or to a server."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moeserve.errors import SettingsError, WeightUpdateError, shown
+from moeserve.models.weight_update import CHUNK_PREFIX, SHARED_MEMORY
+
+CHUNK_BYTES = 256 * 2**20
+SHARD = "model.safetensors"
+
+
+class Receiver(Protocol):
+    """An `LLM`, or a server's routes."""
+
+    def init_weight_transfer_engine(self, request: Any) -> None: ...
+    def start_weight_update(self, shapes: Mapping[str, Any] | None = None) -> None: ...
+    def update_weights(self, request: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class WeightSender:
+    """Sends the tensors of a model that is trained to the engine that serves it, on the same host.
+
+    sender = WeightSender("http://127.0.0.1:8000", api_key="the administrator's key")
+    sender.send(model.state_dict(), "step-17")
+    """
+
+    def __init__(
+        self,
+        receiver: str | Receiver,
+        transport: Literal["shm", "disk"] = "shm",
+        *,
+        api_key: str | None = None,
+        folder: str | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """
+        Args:
+            receiver: URL of a server with `--rl`, or an `LLM`.
+            transport: "shm": chunks in shared memory; "disk": chunks in temporary folders.
+            api_key: the administrator's key of the server.
+            folder: where temporary folders are made, which all ranks must reach; None: the system's.
+            chunk_bytes: most bytes of a chunk, unless one tensor has more.
+            timeout_s: seconds for a response of the server.
+
+        Raises:
+            RequestError, WeightUpdateError: the receiver cannot be updated.
+        """
+        if transport not in ("shm", "disk"):
+            raise SettingsError(f"transport={shown(transport)} is unknown; known are 'shm' and 'disk'")
+        self._receiver = _Routes(receiver, api_key, timeout_s) if isinstance(receiver, str) else receiver
+        self._transport, self._folder, self._chunk_bytes = transport, folder, chunk_bytes
+        self._receiver.init_weight_transfer_engine({"init_info": {"transport": transport}})
+
+    def send(self, tensors: Mapping[str, Tensor], weight_version: str | None = None) -> None:
+        """Update all weights. No request is computed meanwhile.
+
+        Args:
+            tensors: by the names of the checkpoint or of transformers' model, such as its `state_dict()`.
+            weight_version: the version that outputs will name; None: the engine chooses one.
+
+        Raises:
+            WeightUpdateError: the receiver has refused tensors or has failed.
+        """
+        receiver = self._receiver
+        receiver.start_weight_update({name: list(tensor.shape) for name, tensor in tensors.items()})
+        for chunk in self._chunks(tensors):
+            path = self._new_path()
+            try:
+                own = {
+                    name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    for name, tensor in chunk.items()
+                }
+                save_file(own, path / SHARD if path.is_dir() else path)
+                receiver.update_weights({"update_info": {"path": str(path)}})
+            finally:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        receiver.finish_weight_update(weight_version)
+
+    def _chunks(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        chunk: dict[str, Tensor] = {}
+        num_bytes = 0
+        for name, tensor in tensors.items():
+            if chunk and num_bytes + tensor.nbytes > self._chunk_bytes:
+                yield chunk
+                chunk, num_bytes = {}, 0
+            chunk[name] = tensor
+            num_bytes += tensor.nbytes
+        if chunk:
+            yield chunk
+
+    def _new_path(self) -> Path:
+        if self._transport == "disk":
+            return Path(tempfile.mkdtemp(prefix=CHUNK_PREFIX, dir=self._folder))
+        path = SHARED_MEMORY / f"{CHUNK_PREFIX}{secrets.token_hex(16)}"
+        path.touch(0o600, exist_ok=False)  # other users must not read the weights
+        return path
+
+
+class _Routes:
+    """A `Receiver` over HTTP."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        self._post("init_weight_transfer_engine", request)
+
+    def start_weight_update(self, shapes: Mapping[str, Any] | None = None) -> None:
+        self._post("start_weight_update", {"shapes": shapes})
+
+    def update_weights(self, request: Any) -> None:
+        self._post("update_weights", request)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def _post(self, path: str, body: Any) -> None:
+        request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                response.read()
+        except urllib.error.HTTPError as error:
+            raise WeightUpdateError(
+                f"/{path} has status {error.code}: {error.read().decode(errors='replace')}"
+            ) from None
+        except OSError as error:
+            raise WeightUpdateError(f"{self._url}/{path} cannot be reached: {error}") from None
