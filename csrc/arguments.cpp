@@ -50,15 +50,15 @@ const TorchNames* torch_names() {
 }
 
 bool read_integers(PyObject* tuple, std::array<int64_t, Tensor::kMaxDims>& integers, int& count) {
-  if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) > Tensor::kMaxDims) return false;
-  count = static_cast<int>(PyTuple_GET_SIZE(tuple));
-  for (int i = 0; i < count; ++i) integers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+  if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) > Tensor::kMaxDims) return false;
+  count = static_cast<int>(PyTuple_Size(tuple));
+  for (int i = 0; i < count; ++i) integers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
   return !PyErr_Occurred();
 }
 
 bool read_torch(const TorchNames& torch, PyObject* source, Tensor& tensor) {
   const auto get = [&](PyObject* name) { return nb::steal(PyObject_GetAttr(source, name)); };
-  const auto call = [&](PyObject* name) { return nb::steal(PyObject_CallMethodNoArgs(source, name)); };
+  const auto call = [&](PyObject* name) { return nb::steal(PyObject_VectorcallMethod(name, &source, 1, nullptr)); };
   if (get(torch.is_cpu).ptr() != Py_True) return false;
   const nb::object dtype = get(torch.dtype), shape = get(torch.shape), stride = call(torch.stride);
   const nb::object address = call(torch.data_ptr);

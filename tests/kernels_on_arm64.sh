@@ -53,7 +53,7 @@ fi
 # The emulated Python names the platform. It starts the CMake of this machine, which starts the cross compiler.
 export QEMU_CPU=max PYTHONSAFEPATH=1 OMP_WAIT_POLICY=passive
 rm -rf "$at"/wheel "$at"/packages/moeserve*
-PATH="$PWD/.venv/bin:$PATH" MOESERVE_REQUIRE_KERNELS=1 CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64
+PATH="$PWD/.venv/bin:$PATH" CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64
   -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CXX_FLAGS=-idirafter\ $at/root/usr/include" \
   "$at/python" -c "import scikit_build_core.build as backend; print(backend.build_wheel('$at/wheel'))"
 install --no-deps "$at"/wheel/*.whl
