@@ -274,8 +274,12 @@ class Engine:
         self._let_serve(generation)
 
     def _new_generation(self, config: EngineConfig) -> Generation:
-        """Start processes that load the files of the model that the first ones have loaded."""
-        config = config.changed(weights={"file_hashes": self._file_hashes})
+        """Start processes that load the files of the model that the first ones have loaded.
+
+        After an update of the weights, files may differ: requests wait for another update in any case.
+        """
+        file_hashes = self._file_hashes if self.weights == WeightState() else ()
+        config = config.changed(weights={"file_hashes": file_hashes})
         return Generation(config, self._launcher.start(config))
 
     def _let_serve(self, generation: Generation) -> None:
