@@ -29,7 +29,7 @@ FETCH_SCHEMA_SUITE := $(VENV)/bin/python tests/unit/json_schema_suite.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel dist try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
+.PHONY: help setup demo demo-ray wheel dist check-deployment try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
 	test-arm64 soak check lint types layers documents package bench bench-gpu gpu-env gpu-kit clean distclean
 .DEFAULT_GOAL := help
 
@@ -38,6 +38,7 @@ help:
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
 	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: install the wheel and ask it a question"
 	@echo "make dist    build them, also for other versions of Python, and check them as a package index does"
+	@echo "make check-deployment   check the files of examples/deployment"
 	@echo "make test    run the tests"
 	@echo "make test-all   run the slow tests too (40 minutes on two cores)"
 	@echo "make test-clients   run agents and libraries by others against the server (Linux; needs npm and a JDK)"
@@ -90,6 +91,12 @@ dist: wheel $(DIST_TOOLS)/.installed
 	@large=`find dist -name '*.whl' -size +$(MAX_WHEEL_BYTES)c`; [ -z "$$large" ] || \
 		{ echo "more than $(MAX_WHEEL_BYTES) bytes: $$large"; exit 1; }
 	@ls -l dist
+
+# The files of examples/deployment against the schemas of Kubernetes and of compose files, and by linters.
+check-deployment: $(DIST_TOOLS)/.installed
+	$(DIST_TOOLS)/bin/hadolint examples/deployment/Containerfile
+	$(DIST_TOOLS)/bin/kubernetes-validate --strict examples/deployment/kubernetes.yaml
+	$(DIST_TOOLS)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
 
 $(DIST_TOOLS)/.installed: tests/dist_tools.txt
 	@$(PYTHON) -m venv --clear $(@D)
