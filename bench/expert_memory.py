@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
-from moeserve.bench.expert_policies import POLICIES, count_reads
+from moeserve.bench.expert_policies import POLICIES, count_reads, fewest_reads
 from moeserve.bench.harness import Row, at_least, make_parser
 from moeserve.bench.report import show_and_save
 from moeserve.ops.products.cpu import CpuExpertStore
@@ -85,8 +85,9 @@ def policies(recorded: list[tuple[int, list[int]]], num_slots: Sequence[int]) ->
     visits_of_layer: dict[int, list[list[int]]] = defaultdict(list)
     for layer, experts in recorded:
         visits_of_layer[layer].append(experts)
-    reads = {
+    fewest = sum(fewest_reads(visits, num_slots[layer]) for layer, visits in visits_of_layer.items())
+    return {
         name: sum(count_reads(visits, num_slots[layer], policy(visits)) for layer, visits in visits_of_layer.items())
+        / max(1, fewest)
         for name, policy in POLICIES.items()
     }
-    return {name: number / max(1, reads["belady"]) for name, number in reads.items() if name != "belady"}

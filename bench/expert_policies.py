@@ -1,7 +1,7 @@
 """Which experts a layer keeps in memory: policies of replacement, simulated on recorded visits.
 
 A visit is the set of experts that a layer needs in a step. Those that are not in memory are read one after another.
-Each replaces an expert that the visit did not find in memory, or, if there is no such expert, any other.
+Each replaces an expert that the visit does not need, or, if there is no such expert, one that it has computed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,27 @@ def count_reads(visits: Visits, num_slots: int, worth: Worth) -> int:
     held: set[int] = set()
     num_reads = 0
     for number, experts in enumerate(visits):
-        found = {*experts} & held
         for expert in sorted({*experts} - held):
             num_reads += 1
             if len(held) == num_slots:
-                held.remove(min(held - found or held, key=lambda other: worth(other, number)))
+                idle = held - {*experts}  # the others become replaceable when they have been computed
+                held.remove(min(idle or held, key=lambda other: worth(other, number)))
             held.add(expert)
+    return num_reads
+
+
+def fewest_reads(visits: Visits, num_slots: int) -> int:
+    """Return how many experts are read by Belady's optimum, which knows the future.
+
+    It replaces the expert whose next visit is farthest, and may compute those of a visit in any order.
+    """
+    worth = next_use(visits)
+    held: set[int] = set()
+    num_reads = 0
+    for number, experts in enumerate(visits):
+        num_reads += len({*experts} - held)
+        best = sorted(held | {*experts}, key=lambda expert: worth(expert, number), reverse=True)
+        held = {*best[:num_slots]}
     return num_reads
 
 
@@ -60,7 +75,7 @@ def frequent(visits: Visits, half_life: float = HALF_LIFE) -> Worth:
 
 
 def next_use(visits: Visits) -> Worth:
-    """Belady's optimum, which knows the future: the expert whose next visit is farthest is worth least."""
+    """The number of the next visit, negative."""
     all_visits = _visits_of_expert(visits)
 
     def worth(expert: int, number: int) -> float:
@@ -72,7 +87,6 @@ def next_use(visits: Visits) -> Worth:
 
 
 POLICIES: dict[str, Callable[[Visits], Worth]] = {
-    "belady": next_use,
     "lru": least_recent,
     **{f"frequent_{size}": partial(frequent, half_life=size) for size in (8, 32, 64, 256)},
 }

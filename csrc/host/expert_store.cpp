@@ -17,9 +17,10 @@ namespace moeserve {
 
 namespace {
 
-constexpr int64_t kPage = 4096;           // at whose multiples files are read without the page cache
-constexpr int64_t kPieceBytes = 1 << 20;  // of one read; several at a time reach the rate of the disk
-constexpr float kHalfLife = 64;           // visits of a layer after which a visit counts half
+constexpr int64_t kPage = 4096;  // at whose multiples files are read without the page cache
+constexpr int64_t kPieceBytes =
+    1 << 18;  // of one read; one expert has several, because disks are fast with many reads at a time
+constexpr float kHalfLife = 64;  // visits of a layer after which a visit counts half
 constexpr float kAnyScore = std::numeric_limits<float>::infinity();
 // A visit that reads many experts, such as that of a prompt, replaces experts that are worth more than its own only by
 // this part of the slots. The rest of its experts pass through these slots.

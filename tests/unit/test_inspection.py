@@ -21,7 +21,8 @@ from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.checkpoint.names import Translation
 from moeserve.models.decoder import Decoder
-from moeserve.models.inspection import inspect
+from moeserve.models.expert_store.budget import AUTO_SHARE
+from moeserve.models.inspection import as_text, inspect
 from moeserve.models.registry import describe
 from moeserve.models.weight_mapping import destinations
 from moeserve.ops.select import select_backend
@@ -326,3 +327,24 @@ def test_pipeline_stages_share_the_model(tmp_path: Path, capsys: pytest.CaptureF
     assert "stage" in capsys.readouterr().out
     assert cli.main(["inspect", str(folder), "-pp", "3", "--pipeline-layers", "21,20"]) == 1
     assert "--pipeline-layers 21,20" in capsys.readouterr().err
+
+
+def test_models_that_do_not_fit_say_what_reading_from_disk_gives(tmp_path: Path) -> None:
+    """Figures of Mixtral-8x7B in bfloat16: 2 of 8 experts of 32 layers, of three matrices of 4096 x 14336."""
+    expert_bytes = 3 * 4096 * 14336 * 2
+    found = inspect(folder_of(tmp_path, PUBLISHED["Mixtral-8x7B"]), None)
+    others = found.weight_bytes - 32 * 8 * expert_bytes
+
+    def shown(share: float) -> str | None:
+        free = int((others + share * 32 * 8 * expert_bytes) / (1 - AUTO_SHARE)) + 1
+        text = as_text(dataclasses.replace(found, free_bytes=free))
+        return next((line for line in text.splitlines() if line.startswith("from disk")), None)
+
+    assert shown(1.0) is None
+    line = shown(0.25)
+    assert line is not None
+    read_bytes = 0.75 * 32 * 2 * expert_bytes
+    assert "keeps 21.0 GiB of 84.0 GiB of routed experts in memory, " in line
+    assert f"a token reads up to {read_bytes / 2**30:.1f} GiB: " in line
+    assert f": {2e9 / read_bytes:.2g} tokens/s from a disk with 2 GB/s" in line
+    assert shown(-0.01) is None  # not even the other weights fit
