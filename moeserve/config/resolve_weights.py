@@ -82,6 +82,7 @@ def _expert_memory(settings: Settings, facts: Facts) -> int | float | Literal["a
         ("load_format", model.load_format, "auto"),
         ("model_impl", model.model_impl, "auto"),
         ("rebalance", settings.parallel.rebalance, "off"),
+        ("rl", model.rl, False),
     ):
         if value not in (needed, "moeserve"):
             raise SettingsError(f"{what} does not work with {name}={shown(value)}; leave one of them out")

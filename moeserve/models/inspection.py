@@ -195,8 +195,8 @@ def _from_disk(found: Inspection) -> str | None:
     read_bytes = active_bytes * (all_bytes - room) // all_bytes
     return (
         f"--expert-memory auto keeps {shown_bytes(room)} of {shown_bytes(all_bytes)} of routed experts in memory, and "
-        f"a token reads up to {shown_bytes(read_bytes)}: {ASSUMED_DISK_RATE / read_bytes:.2g} tokens/s from a disk with "
-        f"{ASSUMED_DISK_RATE / 1e9:.0f} GB/s, more if tokens choose the same experts"
+        f"a token reads up to {shown_bytes(read_bytes)}: {ASSUMED_DISK_RATE / read_bytes:.2g} tokens/s from a disk "
+        f"with {ASSUMED_DISK_RATE / 1e9:.0f} GB/s, more if tokens choose the same experts"
     )
 
 

@@ -30,7 +30,7 @@ from moeserve.models.checkpoint.file_hashes import FileHashes, hash_files, requi
 from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
-from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
+from moeserve.models.checkpoint.packed_cache_writer import CacheChecker, CacheWriter, wait_for_cache_writers
 from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, fill_panels, packed_state
 from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint
 from moeserve.models.checkpoint.stored_codes import keep_stored
@@ -60,6 +60,7 @@ class LoadedModel:
 
     model: RankModel
     mapped_bytes: int = 0  # size of weights that are mapped from a file
+    checker: CacheChecker | None = None  # of these weights
     expert_store: CpuExpertStore | None = None  # None: all experts are in memory
     file_hashes: FileHashes = ()  # of the checkpoint's files; empty for random weights
     updates: WeightUpdates | None = None  # None: no trainer may update the weights
@@ -198,9 +199,12 @@ def _load(
     are_written = weights.rl or config.experts.rebalance != "off"
     has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and not are_written
     is_cached = has_cache and num_bytes >= MIN_CACHED_BYTES
-    if is_cached and (state := cache.load(key)) is not None:
-        if adopt_state(model, state):
-            return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
+    if is_cached and (entry := cache.load(key)) is not None:
+        if adopt_state(model, entry.tensors):
+            checker = CacheChecker(model, cache, key, entry)
+            checker.start()
+            mapped_bytes = sum(tensor.nbytes for tensor in entry.tensors.values())
+            return LoadedModel(model.eval(), mapped_bytes, checker=checker)
         cache.remove(key)
     fill(Packer(model))
     if is_cached:

@@ -18,6 +18,7 @@ from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
 from moeserve.controls import Outcome, Pause, Resume, StartUpdate
 from moeserve.distributed.groups import Groups
+from moeserve.errors import EngineError
 from moeserve.kv.layer_cache import Places
 from moeserve.kv.rank.cache import most_blocks
 from moeserve.kv.rank.folder import FolderStore
@@ -92,7 +93,8 @@ class Worker:
         set_num_threads(self._num_threads)
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
-        model, layers, self._expert_store = loaded.model, loaded.model.moe_layers, loaded.expert_store
+        self._loaded = loaded
+        model, layers = loaded.model, loaded.model.moe_layers
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.weights.model_path, time.monotonic() - started)
         # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -118,7 +120,6 @@ class Worker:
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
         )
-        self._updates = loaded.updates
         self._load: LoadWindow | None = None  # collected, not yet returned
         caches = self._make_caches(config, model)
         items = CachedItems(model.cache_items, caches, saved_rows_of(config))
@@ -258,10 +259,13 @@ class Worker:
         be started, but the one after it only when this round is finished.
 
         Raises:
+            EngineError: the packed weights that were mapped from the cache turned out to be damaged.
             LockstepError: the ranks are not in the same round.
             DistributedError: a collective failed.
             Exception: the step failed while other ranks wait for this one in a collective.
         """
+        if self._loaded.checker is not None and self._loaded.checker.damage:
+            raise EngineError(f"{self._loaded.checker.damage}; a new start packs the weights again")
         self.groups.begin_step(self._num_rounds)
         arrived = time.perf_counter()
         agreement = self._agree(work)
@@ -307,7 +311,7 @@ class Worker:
 
     def _with_read_errors(self, chunks: list[ChunkResult]) -> list[ChunkResult]:
         """Log the experts that the step could not read from disk, and name the first in the results that lack them."""
-        errors = [] if self._expert_store is None else self._expert_store.take_errors()
+        errors = [] if self._loaded.expert_store is None else self._loaded.expert_store.take_errors()
         for error in errors:
             logger.error(error)
         if not errors:
@@ -325,10 +329,10 @@ class Worker:
             return None
         if self._previous is not None:
             self._previous.finish()  # a step may not read weights while they are written
-        assert self._updates is not None, "the engine refuses updates without `rl`"
+        assert self._loaded.updates is not None, "the engine refuses updates without `rl`"
         if isinstance(command, StartUpdate) and self.rebalancer is not None:
             self.rebalancer.drop_changes()  # experts that are moved would keep old weights
-        return self._updates.run(command)
+        return self._loaded.updates.run(command)
 
     def _reports(self, plan: StepPlan | None) -> list[RankReport]:
         slots = plan.slots if plan else []

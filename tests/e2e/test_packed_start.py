@@ -18,6 +18,7 @@ from int4_checkpoints import encoded_and_decoded
 from reference_models import SHAPES, Reference, make_reference
 
 from moeserve import LLM, SamplingParams
+from moeserve.errors import EngineError
 from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
 from moeserve.worker import loading
@@ -138,6 +139,25 @@ def test_an_entry_that_is_damaged_or_of_another_model_is_replaced(
     for _ in range(2):
         assert outputs(reference_named("mixtral")) == first
         assert num_loads == [num_before + 1]
+
+
+def test_flipped_bits_are_found_while_the_engine_runs(plain: Reference, cache: Path) -> None:
+    """The engine fails, and the next start packs the weights again."""
+    first = outputs(plain)
+    (path,) = entries_in(cache)
+    with path.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 64]))
+    llm = LLM(plain.folder, num_threads=1)
+    wait_for_cache_writers()  # and for the check
+    assert not path.exists()
+    says = r"was damaged \(the checksum of .* differs\) and is removed; a new start packs the weights again"
+    with pytest.raises(EngineError, match=says):
+        llm.generate([[3, 1, 4, 1, 5]], GREEDY)
+    llm.shutdown()
+    assert outputs(plain) == first
 
 
 @pytest.mark.parametrize("is_shut_down", [True, False])

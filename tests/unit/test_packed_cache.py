@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from moeserve.errors import CheckpointError
 from moeserve.models.checkpoint import packed_cache
-from moeserve.models.checkpoint.packed_cache import NEW_SECONDS, PARTIAL, PackedWeightCache, fingerprint
+from moeserve.models.checkpoint.packed_cache import NEW_SECONDS, PARTIAL, Entry, PackedWeightCache, fingerprint
 from moeserve.models.checkpoint.shards import open_shard
 
 TENSORS = {
@@ -28,8 +30,10 @@ TENSORS = {
 }
 
 
-def assert_same(found: dict[str, Tensor] | None, tensors: dict[str, Tensor]) -> None:
-    assert found is not None
+def assert_same(entry: Entry | None, tensors: dict[str, Tensor]) -> None:
+    assert entry is not None
+    found = entry.tensors
+    assert entry.damaged_tensor(lambda: False) is None
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         stored = found[name]
@@ -54,7 +58,7 @@ def test_stored_tensors_are_loaded(tmp_path: Path) -> None:
     assert_same(PackedWeightCache(tmp_path / "packed", 0).load("a"), TENSORS)
     found = cache.load("a")
     assert found is not None
-    found["panels"].zero_()  # changes the mapping, not the file
+    found.tensors["panels"].zero_()  # changes the mapping, not the file
     assert_same(cache.load("a"), TENSORS)
     assert files_in(tmp_path / "packed") == ["a.safetensors"]
 
@@ -79,6 +83,49 @@ def test_a_damaged_entry_is_stored_again(tmp_path: Path, num_bytes: int, caplog:
     assert f"{path} is damaged" in caplog.text
     assert cache.store("a", TENSORS)
     assert_same(cache.load("a"), TENSORS)
+
+
+@pytest.mark.parametrize("name", ["panels", "norm", "router"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_changed_byte_is_found(tmp_path: Path, name: str, place: int) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+    path = tmp_path / "a.safetensors"
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    begin = 8 + size + json.loads(content[8 : 8 + size])[name]["data_offsets"][0]
+    content[begin + place % TENSORS[name].nbytes] ^= 16
+    path.write_bytes(content)
+    entry = cache.load("a")
+    assert entry is not None
+    assert entry.damaged_tensor(lambda: False) == name
+    assert entry.damaged_tensor(lambda: True) is None
+
+
+@pytest.mark.parametrize("change", [lambda text: text.replace(b"__metadata__", b"__netadata__"), bytes.upper])
+def test_changed_checksums_are_damage(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+    path = tmp_path / "a.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    path.write_bytes(content[:8] + change(content[8 : 8 + size]) + content[8 + size :])
+    assert cache.load("a") is None
+    assert not path.exists()
+
+
+def test_an_entry_that_others_could_have_written_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+    path = tmp_path / "a.safetensors"
+    path.chmod(0o666)
+    assert cache.load("a") is None
+    assert "belongs to another user, or others may write it; the weights are packed again" in caplog.text
+    path.chmod(0o644)
+    assert cache.load("a") is not None
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        assert cache.load("a") is None
 
 
 @pytest.mark.parametrize("spare_mib", [32, 96], ids=["first mapping", "second mapping"])

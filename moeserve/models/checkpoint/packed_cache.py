@@ -14,8 +14,10 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +39,29 @@ HEADER_BYTES = 1 << 20  # leading bytes of a file that `fingerprint` hashes
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # parts of a file that `sampled_digest` hashes
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Packed weights that are mapped from a file."""
+
+    path: Path
+    tensors: dict[str, Tensor]  # [bytes] uint8 each, padded to a multiple of `ALIGNMENT`
+    checksums: dict[str, str]  # by name, of the bytes before the padding: their number and checksum
+
+    def damaged_tensor(self, is_cancelled: Callable[[], bool]) -> str | None:
+        """Read all tensors, and return the name of one whose checksum differs from that in the file, if any.
+
+        Args:
+            is_cancelled: called repeatedly; once it returns True, the others are not read.
+        """
+        for name, stored in self.checksums.items():
+            if is_cancelled():
+                return None
+            size, _, _ = stored.partition(" ")
+            if not size.isdecimal() or _checksum(self.tensors[name][: int(size)]) != stored:
+                return name
+        return None
+
+
 class PackedWeightCache:
     """A folder of packed weights of at most `max_bytes`, which evicts the least recently used entries.
 
@@ -47,12 +72,19 @@ class PackedWeightCache:
         self.folder = folder
         self.max_bytes = max_bytes
 
-    def load(self, key: str) -> dict[str, Tensor] | None:
-        """Map an entry and return its tensors, each [bytes] uint8; None if there is no readable entry."""
+    def load(self, key: str) -> Entry | None:
+        """Map an entry. Return None if there is none, or if it cannot be read, or if others could have written it."""
         path = self._path(key)
         try:
+            status = path.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                logger.warning("%s belongs to another user, or others may write it; the weights are packed again", path)
+                return None
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, this is no dict
+                checksums = file.metadata() or {}
+            if checksums.keys() != tensors.keys():
+                raise SafetensorError("there are no checksums of its tensors")
         except FileNotFoundError:
             return None
         except SafetensorError as error:
@@ -67,7 +99,7 @@ class PackedWeightCache:
                 kernels.advise_large_pages(tensor)  # parts that the kernel has not cached are read in large pages
         with contextlib.suppress(OSError):  # the folder may be read-only for this process
             os.utime(path)
-        return tensors
+        return Entry(path, tensors, checksums)
 
     def remove(self, key: str) -> None:
         """Delete an entry if permissions allow it."""
@@ -82,7 +114,8 @@ class PackedWeightCache:
         Args:
             is_cancelled: called repeatedly; once it returns True, writing stops and the partial file is removed.
         """
-        header, _, num_bytes = header_of({name: tensor.nbytes for name, tensor in tensors.items()})
+        checksums = {name: _checksum(_bytes_of(tensor)) for name, tensor in tensors.items()}
+        header, _, num_bytes = header_of({name: tensor.nbytes for name, tensor in tensors.items()}, checksums)
         if num_bytes > self.max_bytes:
             logger.info(
                 "packed weights are not cached: they take %s, and packed_cache allows %s",
@@ -186,18 +219,31 @@ def sampled_digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _checksum(content_B: Tensor) -> str:
+    """Return the number of bytes, and a checksum: that of the kernels, without which no weights are packed."""
+    kernels = native_kernels()
+    return f"{len(content_B)} {0 if kernels is None else kernels.checksums(content_B[None])[0]:016x}"
+
+
 def _padded(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def header_of(sizes: Mapping[str, int], alignment: int = ALIGNMENT) -> tuple[bytes, dict[str, int], int]:
+def header_of(
+    sizes: Mapping[str, int], metadata: Mapping[str, str] | None = None, alignment: int = ALIGNMENT
+) -> tuple[bytes, dict[str, int], int]:
     """Return the header of a safetensors file, where each tensor begins in the file, and the size of the file.
 
     Args:
         sizes: bytes of each tensor.
+        metadata: of the file.
         alignment: Tensors are padded, so that each begins at a multiple of it.
     """
-    header: dict[str, object] = {}
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     starts, end = {}, 0
     for name, num_bytes in sizes.items():
         size = _padded(num_bytes, alignment)
@@ -213,7 +259,7 @@ def _write(file: IO[bytes], header: bytes, tensors: Mapping[str, Tensor], is_can
     """Write an entry and sync it to disk. Return False if cancelled."""
     num_unsynced = file.write(header)
     for tensor in tensors.values():
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        data = _bytes_of(tensor).numpy().data
         for start in range(0, len(data), BLOCK_BYTES):
             if is_cancelled():
                 return False

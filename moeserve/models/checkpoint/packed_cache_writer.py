@@ -1,4 +1,4 @@
-"""A background thread that stores packed weights in the cache while requests are served."""
+"""Background threads that store packed weights in the cache, or check them, while requests are served."""
 
 from __future__ import annotations
 
@@ -10,11 +10,34 @@ import weakref
 
 from torch import Tensor, nn
 
-from moeserve.models.checkpoint.packed_cache import PackedWeightCache
+from moeserve.models.checkpoint.packed_cache import Entry, PackedWeightCache
 
 DELAY_SECONDS = 5.0  # delay before writing, so that the first requests are not slowed down
 POLL_SECONDS = 0.1  # interval between checks if the process is exiting
 LOWEST_PRIORITY = 19
+
+
+class CacheChecker(threading.Thread):
+    """A thread that reads the mapped weights of a model once, and removes the entry if it is damaged.
+
+    A start need not wait for this. The few tokens that are computed meanwhile may be wrong if the disk is damaged.
+    """
+
+    def __init__(self, model: nn.Module, cache: PackedWeightCache, key: str, entry: Entry) -> None:
+        super().__init__(name="packed weight check", daemon=False)  # for the reason given below
+        self.cancelled = threading.Event()
+        weakref.finalize(model, self.cancelled.set)
+        self.damage = ""  # what is damaged, if something is
+        self._cache, self._key, self._entry = cache, key, entry
+
+    def run(self) -> None:
+        entry = self._entry
+        del self._entry  # so that the tensors are released when this method returns
+        _yield_to_others()
+        name = entry.damaged_tensor(lambda: self.cancelled.is_set() or not threading.main_thread().is_alive())
+        if name is not None:
+            self._cache.remove(self._key)
+            self.damage = f"{entry.path} was damaged (the checksum of {name} differs) and is removed"
 
 
 class CacheWriter(threading.Thread):
@@ -39,16 +62,20 @@ class CacheWriter(threading.Thread):
         start = time.monotonic() + DELAY_SECONDS
         while time.monotonic() < start and not self._is_cancelled():
             self.cancelled.wait(POLL_SECONDS)
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # only of this thread
+        _yield_to_others()
         self._cache.store(self._key, state, self._is_cancelled)
 
     def _is_cancelled(self) -> bool:
         return self.cancelled.is_set() or not threading.main_thread().is_alive()
 
 
+def _yield_to_others() -> None:
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # only of this thread
+
+
 def wait_for_cache_writers(*, cancelled_only: bool = False) -> None:
-    """Wait until all writers of this process have finished, or only those that are cancelled."""
+    """Wait until all writers and checkers of this process have finished, or only those that are cancelled."""
     for thread in threading.enumerate():
-        if isinstance(thread, CacheWriter) and (thread.cancelled.is_set() or not cancelled_only):
+        if isinstance(thread, CacheWriter | CacheChecker) and (thread.cancelled.is_set() or not cancelled_only):
             thread.join()

@@ -11,7 +11,7 @@ from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights, Weights
 from moeserve.ops.products.interface import PANEL_ROWS
 
-PACKED_STATE_VERSION = 10
+PACKED_STATE_VERSION = 11
 
 
 def fill_panels(places: Iterable[Destination]) -> None:

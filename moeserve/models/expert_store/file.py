@@ -49,7 +49,7 @@ class NewStore:
         self._native, self._path, self._sizes = native, path, sizes
         num_rows = sum(rows.number for rows in sizes.values())
         all_sizes = {name: rows.number * rows.num_bytes for name, rows in sizes.items()} | {CHECKSUMS: num_rows * 8}
-        header, self._offsets, self._num_bytes = header_of(all_sizes, PAGE_BYTES)
+        header, self._offsets, self._num_bytes = header_of(all_sizes, alignment=PAGE_BYTES)
         self._partial = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{PARTIAL}")
         self._checksums: dict[str, list[int]] = {}
         try:
@@ -120,7 +120,7 @@ class StoreFile:
         self._native, self.path, self._sizes = native, path, sizes
         num_rows = sum(rows.number for rows in sizes.values())
         all_sizes = {name: rows.number * rows.num_bytes for name, rows in sizes.items()} | {CHECKSUMS: num_rows * 8}
-        header, self.offsets, num_bytes = header_of(all_sizes, PAGE_BYTES)
+        header, self.offsets, num_bytes = header_of(all_sizes, alignment=PAGE_BYTES)
         with path.open("rb") as file:
             if file.read(len(header)) != header or os.fstat(file.fileno()).st_size != num_bytes:
                 raise ValueError("its size or header differs from what this model's would be")
