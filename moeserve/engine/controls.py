@@ -98,16 +98,16 @@ class Controls:
             if not self._missing:
                 self._end_first(result)
 
-    def fail(self, error: str, *, weights_only: bool = False) -> None:
+    def fail(self, error: str, *, only_weights: bool = False) -> None:
         """End controls with an EngineError.
 
         Args:
-            weights_only: only those that concern weights, which new replicas do not continue.
+            only_weights: only those that concern weights, which new replicas do not continue.
         """
         waiting, self._waiting = self._waiting, deque()
         self._missing.clear()
         for command, ended in waiting:
-            if weights_only and isinstance(command, Pause | Resume):
+            if only_weights and isinstance(command, Pause | Resume):
                 self._waiting.append((command, ended))
             else:
                 ended.set_exception(EngineError(error))

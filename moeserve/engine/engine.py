@@ -418,7 +418,7 @@ class Engine:
     def _fail(self, error: str) -> None:
         """End the requests that cannot be resumed after a failure of the engine."""
         self._failure = error
-        self._controls.fail(error, weights_only=self._may_restart)
+        self._controls.fail(error, only_weights=self._may_restart)
         if self._scaling is not None:
             self._scaling.cancel(error)
         self._undelivered += self._in_flight.end_after_failure(error, may_resume=self._may_restart)
