@@ -199,7 +199,14 @@ def test_the_wheel_in_a_clean_environment_answers_a_question() -> None:
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0, run.stdout + run.stderr
     assert "London" in run.stdout
-    assert list((ROOT / "dist").glob(f"moeserve-{moeserve.__version__}-*.whl"))
+    (path,) = (ROOT / "dist").glob(f"moeserve-{moeserve.__version__}-*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = [name for name in wheel.namelist() if "dist-info/licenses/" in name and not name.endswith("/")]
+        licences = {name.rpartition("/")[2]: wheel.read(name).decode() for name in names}
+    assert licences.keys() == {"LICENSE", "nanobind.txt", "robin_map.txt"}
+    assert "Wenzel Jakob" in licences["nanobind.txt"]
+    assert "MIT License" in licences["robin_map.txt"]
+    assert "#ifndef" not in licences["robin_map.txt"]
 
 
 def pins() -> dict[str, str]:
