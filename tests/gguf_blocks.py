@@ -13,8 +13,12 @@ KINDS: dict[str, tuple[int, int, int | None]] = {
     "Q6_K": (256, 208, None),
     "IQ4_XS": (256, 0, None),
     "Q5_0": (32, 0, None),
+    "Q4_0": (32, 0, None),
+    "IQ4_NL": (32, 0, None),
+    "Q5_1": (32, 0, 2),
+    "Q4_1": (32, 0, 2),
 }
-MEAN_CODES = {"Q4_K": 7.5, "Q5_K": 15.5}
+MEAN_CODES = {"Q4_K": 7.5, "Q5_K": 15.5, "Q5_1": -15.5, "Q4_1": -7.5}  # negative: minima are stored to be added
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], std: float = 1.0, seed: int = 0) -> np.ndarray:

@@ -22,8 +22,14 @@ constexpr ByteTable table_of_iq4(int offset) {
   return table;
 }
 
+// Return true if codes stand for the values of IQ4_XS.
+constexpr bool has_iq4_codes(WeightFormat format) {
+  return format == WeightFormat::kIQ4_XS || format == WeightFormat::kIQ4_NL;
+}
+
 // Weights are integer scales times (code - offset). Return the offset.
 constexpr int offset_of_codes(WeightFormat format) {
+  if (format == WeightFormat::kQ4_0) return 8;
   return format == WeightFormat::kQ6_K ? 32 : (format == WeightFormat::kQ5_0 ? 16 : 0);
 }
 

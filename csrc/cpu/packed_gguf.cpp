@@ -20,6 +20,9 @@ namespace {
 
 constexpr int kGroupWords = kInputGroup / 4;
 
+// Return true for the types whose blocks have one group with a factor, and no scales.
+constexpr bool has_plain_scales(WeightFormat format) { return traits_of(format).stored.inputs == kInputGroup; }
+
 // Read the 32 codes of a group of a block.
 template <WeightFormat kFormat>
 void read_codes(const uint8_t* block, int group, uint8_t* codes) {
@@ -33,13 +36,14 @@ void read_codes(const uint8_t* block, int group, uint8_t* codes) {
     for (int i = 0; i < kInputGroup; ++i) {
       codes[i] = static_cast<uint8_t>((low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4);
     }
-  } else if constexpr (kFormat == WeightFormat::kIQ4_XS || kFormat == WeightFormat::kQ5_0) {
+  } else if constexpr (kFormat == WeightFormat::kIQ4_XS || has_plain_scales(kFormat)) {
     low += group * 16;
     for (int i = 0; i < 16; ++i) {
       codes[i] = low[i] & 15;
       codes[i + 16] = low[i] >> 4;
     }
-    for (int i = 0; kFormat == WeightFormat::kQ5_0 && i < kInputGroup; ++i) codes[i] |= (high[i / 8] >> i % 8 & 1) << 4;
+    constexpr bool kHasHighBit = traits_of(kFormat).blocks.high_bits == 1;
+    for (int i = 0; kHasHighBit && i < kInputGroup; ++i) codes[i] |= (high[i / 8] >> i % 8 & 1) << 4;
   } else {
     low += group / 2 * kInputGroup;
     const int shift = group % 2 * 4;
@@ -54,7 +58,7 @@ void read_codes(const uint8_t* block, int group, uint8_t* codes) {
 template <WeightFormat kFormat>
 int read_scale(const uint8_t* block, int index, bool minimum) {
   const uint8_t* scales = block + traits_of(kFormat).stored.scales_at;
-  if constexpr (kFormat == WeightFormat::kQ5_0) return 1;
+  if constexpr (has_plain_scales(kFormat)) return 1;
   if constexpr (kFormat == WeightFormat::kQ6_K) return static_cast<int8_t>(scales[index]);
   if constexpr (kFormat == WeightFormat::kIQ4_XS) {
     const int high = scales[index / 4] >> index % 4 * 2 & 3;
@@ -163,7 +167,10 @@ bool pack_block(const uint8_t* const* blocks, int first, int groups, char* targe
       block.scales[i][n] = static_cast<int8_t>(read_scale<kFormat>(stored, first * kPerGroup + i, false));
     }
     block.factors[n] = read_half(stored, kStored.factors_at, is_finite);
-    if (kLayout.has_minima) block.factors_of_minima[n] = read_half(stored, kStored.factors_at + 2, is_finite);
+    if (kLayout.has_minima) {
+      const uint16_t factor = read_half(stored, kStored.factors_at + 2, is_finite);
+      block.factors_of_minima[n] = has_plain_scales(kFormat) ? factor ^ 0x8000 : factor;  // stored to be added
+    }
   }
   write_block(kFormat, block, groups, target);
   return is_finite;

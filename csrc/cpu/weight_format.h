@@ -13,8 +13,8 @@
 //   mxfp4      for every 32 inputs: [8][16][4] bytes of E2M1 codes as of int4, [32] bytes of E8M0 scales:
 //              weight = value of the code * 2^(byte - 127)
 //
-// The types of GGUF keep their codes and scales. Q8_0 has groups of 32 inputs, Q5_0 blocks of 32, and the others blocks
-// of 32 to 256:
+// The types of GGUF keep their codes and scales. Q8_0 has groups of 32 inputs, types with 0, 1 or NL at the end blocks
+// of 32, the others blocks of 32 to 256:
 //
 //   q8_0       for every 32 inputs: [8][32][4] bytes, [32] float16 scales: weight = (byte - 128) * scale
 //   q4_k, q5_k for each block: [32] float16 factors of the scales, and of the minima, [groups / 2][32][2] minima,
@@ -23,6 +23,9 @@
 //   q6_k       as q4_k without minima; scales for every 16 inputs: weight = scale * factor * (code - 32)
 //   iq4_xs     as q4_k without minima: weight = scale * factor * value of the code
 //   q5_0       as q5_k without minima, and with scales of 1: weight = factor * (code - 16)
+//   q4_0       as q4_k without minima, and with scales of 1: weight = factor * (code - 8)
+//   iq4_nl     as iq4_xs with scales of 1: weight = factor * value of the code
+//   q5_1, q4_1 as q5_k and q4_k with scales and minima of 1: weight = factor * code - factor of minima
 //
 // The codes of a group are [8][16][4] bytes as of int4 with their low 4 bits, then the bits above, if any, of 8 (q5_k,
 // q5_0) or 4 (q6_k) consecutive steps in a byte: [bits][32][4] bytes.
@@ -91,7 +94,24 @@ struct StoredRows {
   const char* scales;   // [count, units of inputs] in the type that `kFormats` lists, or null
 };
 
-enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4, kMxfp4, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kIQ4_XS, kQ5_0, kFp8 };
+enum class WeightFormat {
+  kFloat32,
+  kBFloat16,
+  kInt8,
+  kInt4,
+  kMxfp4,
+  kQ8_0,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIQ4_XS,
+  kQ5_0,
+  kQ4_0,
+  kIQ4_NL,
+  kQ5_1,
+  kQ4_1,
+  kFp8
+};
 
 // The rows that are multiplied with weights: as they are, in the type of the weights, or quantised to 8 bits.
 enum class RowForm { kFloat32, kBFloat16, kQuantized };
@@ -133,6 +153,10 @@ constexpr FormatTraits kFormats[] = {
     {"q6_k", RowForm::kQuantized, 256, 0, 0, 0, {2, 16, false}, {256, 210, 0, 128, 192, 208}, pack_gguf},
     {"iq4_xs", RowForm::kQuantized, 256, 0, 0, 0, {0, 32, false}, {256, 136, 8, 0, 2, 0}, pack_gguf},
     {"q5_0", RowForm::kQuantized, 32, 0, 0, 0, {1, 32, false}, {32, 22, 6, 2, 0, 0}, pack_gguf},
+    {"q4_0", RowForm::kQuantized, 32, 0, 0, 0, {0, 32, false}, {32, 18, 2, 0, 0, 0}, pack_gguf},
+    {"iq4_nl", RowForm::kQuantized, 32, 0, 0, 0, {0, 32, false}, {32, 18, 2, 0, 0, 0}, pack_gguf},
+    {"q5_1", RowForm::kQuantized, 32, 0, 0, 0, {1, 32, true}, {32, 24, 8, 4, 0, 0}, pack_gguf},
+    {"q4_1", RowForm::kQuantized, 32, 0, 0, 0, {0, 32, true}, {32, 20, 4, 0, 0, 0}, pack_gguf},
     {"fp8", RowForm::kBFloat16, 128, kPanel, 4 * kPanel, 0, {}, {1, 1}, pack_float8, ElementType::kFloat32},
 };
 constexpr int kNumFormats = sizeof(kFormats) / sizeof(kFormats[0]);

@@ -160,13 +160,13 @@ def test_weights_that_do_not_stay_are_logged(
     def kind_of(name: str) -> str | None:
         if name == "blk.0.ffn_up_exps.weight":
             return "Q5_K"
-        return "Q5_1" if name == "blk.1.attn_output.weight" else "F16" if "attn_v" in name else "Q4_K"
+        return "TQ2_0" if name == "blk.1.attn_output.weight" else "F16" if "attn_v" in name else "Q4_K"
 
     path = write(original, tmp_path / "mixed.gguf", kind_of)
     with LLM(path, dtype="bfloat16", packed_cache=0) as llm:
         assert len(formats_in(llm)) == 9 - 2 - 2
     (message,) = [each.getMessage() for each in caplog.records if "do not stay" in each.getMessage()]
-    assert "1 in Q5_1" in message
+    assert "1 in TQ2_0" in message
     assert "1 with parts in q4_k and q5_k" in message
 
 

@@ -117,7 +117,7 @@ struct SignedBlockProducts : BlockWeights<W, kType> {
 
   static MOESERVE_INLINE UInt weights(const char* group, int step, int v) {
     const UInt codes = Weights::codes(group, step, v);
-    if constexpr (kType == WeightFormat::kIQ4_XS) return look_up<W>(kTable, codes);
+    if constexpr (has_iq4_codes(kType)) return look_up<W>(kTable, codes);
     if constexpr (offset_of_codes(kType) == 0) return codes;
     typedef int8_t Bytes __attribute__((vector_size(W * 4)));
     return reinterpret_cast<UInt>(reinterpret_cast<Bytes>(codes) - offset_of_codes(kType));

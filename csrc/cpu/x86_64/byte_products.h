@@ -145,13 +145,13 @@ struct BlockDotProducts : BlockWeights<W, kType> {
   using typename Weights::UInt;
   static constexpr int kMaxRows = 6;  // with two vectors of sums for each vector of outputs
   static constexpr int kSumSteps = Weights::kScaleSteps;
-  static constexpr int kOffset = kType == WeightFormat::kIQ4_XS ? 128 : offset_of_codes(kType);
+  static constexpr int kOffset = has_iq4_codes(kType) ? 128 : offset_of_codes(kType);
   static constexpr ByteTable kTable = table_of_iq4(kOffset);
   using Sums = Int;
 
   static MOESERVE_INLINE UInt weights(const char* group, int step, int v) {
     const UInt codes = Weights::codes(group, step, v);
-    return kType == WeightFormat::kIQ4_XS ? look_up<W>(kTable, codes) : codes;
+    return has_iq4_codes(kType) ? look_up<W>(kTable, codes) : codes;
   }
   static MOESERVE_INLINE Sums begin(const char* quarters) {
     if constexpr (kOffset == 0) return Sums{};
@@ -201,10 +201,10 @@ struct BlockPairProducts : BlockWeights<W, kType> {
   static MOESERVE_INLINE Int dot_pairs(const Sums& a, const UInt& b) { return multiply_pairs<W>(a, b); }
 };
 
-// IQ4_XS with AVX2 alone: the sign of a weight is moved to the value. The sums of two products fill 16 bits.
-template <int W>
-struct SignedBlockProducts : BlockPairProducts<W, WeightFormat::kIQ4_XS> {
-  using Pairs = BlockPairProducts<W, WeightFormat::kIQ4_XS>;
+// IQ4_XS and IQ4_NL with AVX2 alone: the sign of a weight is moved to the value. The sums of two products fill 16 bits.
+template <int W, WeightFormat kType>
+struct SignedBlockProducts : BlockPairProducts<W, kType> {
+  using Pairs = BlockPairProducts<W, kType>;
   using typename Pairs::Sums;
   using typename Pairs::UInt;
   static constexpr int kSumSteps = 1;
@@ -250,6 +250,8 @@ struct PairTile<W, WeightFormat::kMxfp4> : SignedNibbleProducts<W> {};
 template <int W>
 struct PairTile<W, WeightFormat::kQ8_0> : WidenedByteProducts<W, Q8Weights> {};
 template <int W>
-struct PairTile<W, WeightFormat::kIQ4_XS> : SignedBlockProducts<W> {};
+struct PairTile<W, WeightFormat::kIQ4_XS> : SignedBlockProducts<W, WeightFormat::kIQ4_XS> {};
+template <int W>
+struct PairTile<W, WeightFormat::kIQ4_NL> : SignedBlockProducts<W, WeightFormat::kIQ4_NL> {};
 
 }  // namespace moeserve
