@@ -15,8 +15,10 @@ from moeserve.errors import (
     ScaleError,
     ScalingInProgressError,
     SettingsError,
+    StaleWeightsError,
     UnsupportedError,
     WeightsChangedError,
+    WeightUpdateError,
 )
 
 if TYPE_CHECKING:
@@ -57,10 +59,12 @@ __all__ = [
     "ScaleError",
     "ScalingInProgressError",
     "SettingsError",
+    "StaleWeightsError",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedError",
+    "WeightUpdateError",
     "WeightsChangedError",
 ]
 

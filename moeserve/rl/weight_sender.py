@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -82,10 +81,7 @@ class WeightSender:
         for chunk in self._chunks(tensors):
             path = self._new_path()
             try:
-                own = {
-                    name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                    for name, tensor in chunk.items()
-                }
+                own = _separate(chunk)
                 save_file(own, path / SHARD if path.is_dir() else path)
                 receiver.update_weights({"update_info": {"path": str(path)}})
             finally:
@@ -110,6 +106,20 @@ class WeightSender:
         path = SHARED_MEMORY / f"{CHUNK_PREFIX}{secrets.token_hex(16)}"
         path.touch(0o600, exist_ok=False)  # other users must not read the weights
         return path
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU that share no memory, as safetensors needs them."""
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
+            own = own.clone()
+        seen.add(storage.data_ptr())
+        separate[name] = own
+    return separate
 
 
 class _Routes:

@@ -16,14 +16,26 @@ import torch
 from rank_processes import living_ranks
 from reference_models import Reference
 from safetensors.torch import save_file
+from test_draft_layers import MTP, with_modules
 from torch import Tensor
 
-from moeserve import LLM, AsyncLLM, EngineError, RequestError, SamplingParams, SettingsError
+from moeserve import (
+    LLM,
+    AsyncLLM,
+    EngineError,
+    RequestError,
+    SamplingParams,
+    ScaleError,
+    SettingsError,
+    StaleWeightsError,
+    WeightUpdateError,
+)
 from moeserve.controls import PauseMode
-from moeserve.errors import ScaleError, StaleWeightsError, WeightUpdateError
+from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.weight_update import CHUNK_PREFIX, SHARED_MEMORY
-from moeserve.outputs import WeightSpan
+from moeserve.outputs import CompletionOutput, WeightSpan
 from moeserve.rl import WeightSender
+from moeserve.worker import loading
 
 SETTINGS: dict[str, Any] = dict(max_model_len=64, kv_cache_memory="8MiB", num_threads=1, show_progress=False)
 PROMPTS = [[5, 7], [*range(1, 40)], [3, 1, 4, 1, 5, 9]]
@@ -309,3 +321,100 @@ def test_engines_that_cannot_be_updated_say_why(trained: Trained) -> None:
         with pytest.raises(SettingsError, match="rl=True"):
             LLM(str(trained.old), rl=True, **SETTINGS, **options)
     assert issubclass(StaleWeightsError, EngineError)
+
+
+def test_updated_weights_neither_come_from_nor_go_to_the_packed_cache(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 0.0)
+    with LLM(str(trained.old), rl=True, **SETTINGS) as llm:
+        WeightSender(llm).send(trained.tensors)
+        packed_cache_writer.wait_for_cache_writers()
+    assert not list((tmp_path / "packed").glob("*"))
+    with LLM(str(trained.old), **SETTINGS) as llm:
+        expected = tokens(llm)
+        packed_cache_writer.wait_for_cache_writers()
+    (entry,) = (tmp_path / "packed").glob("*.safetensors")
+    before = entry.read_bytes()
+    with LLM(str(trained.old), rl=True, **SETTINGS) as llm:
+        WeightSender(llm).send(trained.tensors)
+        assert tokens(llm) != expected
+    assert entry.read_bytes() == before
+    with LLM(str(trained.old), **SETTINGS) as llm:
+        assert tokens(llm) == expected
+
+
+def test_modules_for_drafts_that_are_not_sent_stay_as_they_are(
+    reference_named: Callable[[str], Reference], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = reference_named("deepseek-v3")
+    with_modules(reference, tmp_path)
+    tensors = {name: 0.9 * tensor for name, tensor in reference.model.state_dict().items()}
+    with LLM(str(tmp_path), rl=True, speculative_config=MTP, **SETTINGS) as llm:
+        old = llm.weight_checksums()
+        WeightSender(llm).send(tensors)
+        new, drafted = llm.weight_checksums(), tokens(llm)
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": str(tmp_path)}})
+        llm.finish_weight_update()
+        assert llm.weight_checksums() == old
+    assert "MTP" in caplog.text
+    same = {name for name in old if old[name] == new[name]}
+    assert same
+    assert all("registered_modules" in name or ".registered_layers.4" in name for name in same), same
+    with LLM(str(tmp_path), rl=True, **SETTINGS) as llm:
+        WeightSender(llm).send(tensors)
+        assert tokens(llm) == drafted
+
+
+@pytest.mark.parametrize("num_updates", [12, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+def test_each_span_has_the_tokens_of_a_fresh_engine_of_its_version(trained: Trained, num_updates: int) -> None:
+    """Requests run all the time; versions alternate between the two checkpoints."""
+    folders = [trained.old, trained.new]
+
+    async def run() -> list[tuple[list[int], CompletionOutput]]:
+        llm = AsyncLLM(str(trained.old), rl=True, **SETTINGS)
+        ended: list[tuple[list[int], CompletionOutput]] = []
+        is_over = False
+
+        async def send_requests(first: int) -> None:
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            prompt = [first, *range(2, 5 + first)]
+            while not is_over:
+                async for output in llm.generate(prompt, params):
+                    last = output.outputs[0]
+                ended.append((prompt, last))
+
+        clients = [asyncio.create_task(send_requests(first)) for first in range(1, 5)]
+        try:
+            for number in range(1, num_updates + 1):
+                num_ended = len(ended)
+                while len(ended) < num_ended + 2:
+                    await asyncio.sleep(0)
+                await llm.pause("retract", clear_cache=False)
+                await llm.start_weight_update()
+                await llm.update_weights({"update_info": {"path": str(folders[number % 2])}})
+                await llm.finish_weight_update(str(number))
+                await llm.resume()
+            is_over = True
+            await asyncio.gather(*clients)
+        finally:
+            llm.shutdown()
+        return ended
+
+    ended = asyncio.run(run())
+    spans = [(prompt, output.token_ids, span) for prompt, output in ended for span in output.weight_versions]
+    assert len(spans) > len(ended), "no request has seen an update"
+    for index, folder in enumerate(folders):
+        own = [each for each in spans if (0 if each[2].version == "default" else int(each[2].version)) % 2 == index]
+        assert own
+        with LLM(str(folder), **SETTINGS) as llm:
+            outputs = llm.generate(
+                [{"prompt_token_ids": [*prompt, *token_ids[: span.start]]} for prompt, token_ids, span in own],
+                [SamplingParams(temperature=0, max_tokens=span.stop - span.start, ignore_eos=True) for *_, span in own],
+                use_tqdm=False,
+            )
+        for (_, token_ids, span), output in zip(own, outputs, strict=True):
+            assert output.outputs[0].token_ids == token_ids[span.start : span.stop]

@@ -11,6 +11,7 @@ Invariants, named as in `replica_simulator.py`:
 - I4: an idle engine has no work, and its router knows of no load.
 - I8: between the end of a pause and the next resume no request gets a token, also if the engine restarts meanwhile. A
   control ends, with an error only if the engine has failed.
+- I9: after an update of weights has ended, no token comes from older weights, also if the engine restarts meanwhile.
 - false death: without a fault no process is declared dead, however slowly it loads or steps within the timeouts.
 - deadlock: a fault is noticed, and every call returns, within virtual seconds that follow from the timeouts.
 - slow: with on_failure="end", requests end within 5 s of a failure, and of a hang within the timeouts.
@@ -38,12 +39,22 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.resolve import resolve
 from moeserve.config.validation import parse_settings
-from moeserve.controls import PAUSE_MODES, Command, ControlResult, Pause, Resume
+from moeserve.controls import (
+    INITIAL_VERSION,
+    PAUSE_MODES,
+    Command,
+    ControlResult,
+    FinishUpdate,
+    Outcome,
+    Pause,
+    Resume,
+    StartUpdate,
+)
 from moeserve.engine.engine import Engine
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import FromReplica
 from moeserve.engine.replica_process import serve
-from moeserve.errors import DistributedError, EngineError, RequestError
+from moeserve.errors import DistributedError, EngineError, RequestError, StaleWeightsError
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
@@ -129,6 +140,7 @@ def config_of(scenario: EngineScenario, num_replicas: int | None = None) -> Engi
         "collective_timeout": COLLECTIVE_TIMEOUT_S,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 3,
+        "rl": True,
         "max_num_batched_tokens": 8,
         "block_size": BLOCK_SIZE,
     }
@@ -144,6 +156,8 @@ class _Ranks:
         self.num_replicas = num_replicas
         self.rows: dict[int, dict[int, list[int]]] = {}  # by round and replica
         self.steps: dict[int, set[int]] = {}  # replicas that have entered the step of a round
+        self.outcomes: dict[int, Outcome] = {}  # of commands that concern weights, by round
+        self.is_updating = False
 
     def execute(self, replica: int, table: RequestTable, number: int, work: Round) -> RoundResult:
         self.rows.setdefault(number, {})[replica] = work.row
@@ -152,6 +166,14 @@ class _Ranks:
         agreement = agree(rows, number=number, num_replicas=len(rows))
         if agreement.is_idle or agreement.ends_all:
             return RoundResult(agreement=agreement)
+        if agreement.control and isinstance(work.command, StartUpdate | FinishUpdate):
+            if number not in self.outcomes:  # the first rank to come here
+                error = "" if self.is_updating or isinstance(work.command, StartUpdate) else "no update has begun"
+                self.is_updating = isinstance(work.command, StartUpdate)
+                self.outcomes[number] = Outcome(
+                    error=error, is_open=self.is_updating, is_whole=not self.is_updating and not error
+                )
+            return RoundResult(agreement=agreement, outcome=self.outcomes[number])
         return self._step(replica, table, agreement, work.plan)
 
     def _step(self, replica: int, table: RequestTable, agreement: Agreement, plan: StepPlan | None) -> RoundResult:
@@ -236,6 +258,7 @@ class _EngineSimulation:
         self.raises_in: int | None = None  # the replica whose rank fails in its next step
         self.fault_at: float | None = None
         self.pauses = scenario.num_pauses  # that are not resumed yet
+        self.version = 0  # number of updates that have ended
         self.is_paused = False  # a pause has ended, and no resume was sent
         self.may_abort = False  # a pause was sent that aborts requests, perhaps also those sent before it ends
         self.due: list[Callable[[], None]] = []  # actions of the client
@@ -357,7 +380,7 @@ class _EngineSimulation:
         if scenario.fault != "none":
             world.at(begun_s + scenario.fault_s, self.inject_fault)
         if scenario.num_pauses:
-            world.at(begun_s + dice.uniform(0.0, 3.0), functools.partial(self.queue, self.pause))
+            world.at(begun_s + dice.uniform(0.0, 1.0), functools.partial(self.queue, self.pause))
         while self.num_left or self.pauses or self.due or engine.has_work:
             due, self.due = self.due, []
             for action in due:
@@ -368,6 +391,10 @@ class _EngineSimulation:
             elif (self.num_left or self.pauses) and not self.due:
                 world.wait(lambda: self.due, 10 * STEP_TIMEOUT_S)
         self.check_requests()
+        if engine.weights.is_stale and not engine.refusal:
+            self.run_control(StartUpdate())
+            self.run_control(FinishUpdate(version=str(self.version + 1), salt=b"new"))
+            self.require(not engine.weights.is_stale, "I9", f"the weights are stale after an update: {engine.weights}")
         if scenario.fault == "none" or scenario.on_failure == "restart":
             self.check_idle()
         engine.shutdown()
@@ -377,6 +404,11 @@ class _EngineSimulation:
         self.require(self.num_released == num_started, "orphans", f"{self.num_released} releases of {num_started}")
         if scenario.fault == "none":
             self.require(self.num_groups == 1, "false death", f"{self.num_groups} groups were started")
+
+    def run_control(self, command: Command) -> None:
+        ended = self.engine.control(command)
+        while not ended.done():
+            self.take(self.engine.step())
 
     def queue(self, action: Callable[..., None], *arguments: Any) -> None:
         """Let the client act, as another of its threads would."""
@@ -388,7 +420,8 @@ class _EngineSimulation:
         try:
             yield
         except EngineError as error:
-            self.require(self.may_fail, "crash", f"a call fails: {error}")
+            is_stale = isinstance(error, StaleWeightsError) and self.fault_at is not None
+            self.require(self.may_fail or is_stale, "crash", f"a call fails: {error}")
 
     def add(self, number: int) -> None:
         dice = self.world.dice
@@ -414,6 +447,9 @@ class _EngineSimulation:
             self.world.at(self.world.now + dice.expovariate(5.0), functools.partial(self.queue, self.abort, number))
 
     def pause(self) -> None:
+        if self.world.dice.random() < 0.5:
+            self.start_update()
+            return
         mode = self.world.dice.choice(PAUSE_MODES)
         if mode == "abort":
             self.may_abort = True
@@ -425,6 +461,26 @@ class _EngineSimulation:
         self.is_paused = self.may_abort = False
         self.control(Resume(), self.pause, self.world.dice.uniform(0.0, 1.0))
 
+    def start_update(self) -> None:
+        self.control(StartUpdate(), self.finish_update, self.world.dice.uniform(0.0, 0.5))
+
+    def finish_update(self) -> None:
+        """Finish an update, with the next version, or begin it again if the engine has restarted."""
+        is_lost = not self.engine.weights.is_updating
+        if is_lost:
+            self.require(self.fault_at is not None, "I9", f"an update is lost: {self.engine.weights}")
+            self.start_update()
+            return
+        self.control(FinishUpdate(version=str(self.version + 1), salt=b"new"), self.pause, 0.5)
+
+    def note_update(self, result: ControlResult | None) -> None:
+        """Note the end of an update, or begin it again after a failure."""
+        if result is None or result.outcome is None or result.outcome.error:
+            self.require(self.fault_at is not None, "I9", f"an update fails: {result}")
+            self.world.at(self.world.now + 0.5, functools.partial(self.queue, self.start_update))
+            return
+        self.version += 1
+
     def control(self, command: Command, then: Callable[[], None], delay_s: float) -> None:
         """Run a command, and then act after a delay."""
 
@@ -432,7 +488,12 @@ class _EngineSimulation:
             error = ended.exception()
             self.require(error is None or self.fault_at is not None, "I8", f"{command} fails: {error}")
             self.is_paused = self.engine.is_paused
-            self.pauses -= isinstance(command, Resume)
+            if isinstance(command, FinishUpdate):
+                version = self.version
+                self.note_update(None if error is not None else ended.result())
+                if self.version == version:
+                    return
+            self.pauses -= isinstance(command, Resume | FinishUpdate)
             if self.pauses:
                 self.world.at(self.world.now + delay_s, functools.partial(self.queue, then))
 
@@ -450,6 +511,9 @@ class _EngineSimulation:
 
     def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
+            version = 0 if update.weight_version == INITIAL_VERSION else int(update.weight_version)
+            is_new = version >= self.version or not update.token_ids
+            self.require(is_new, "I9", f"a token of older weights than {self.version}: {update}")
             is_quiet = not (self.is_paused and update.token_ids)
             self.require(is_quiet, "I8", f"a token during a pause: {update}")
             self.require(update.request_id in self.sent, "I3", f"a request that was refused has an update: {update}")
@@ -466,9 +530,11 @@ class _EngineSimulation:
                 is_whole = (known.token_ids, update.finish_reason) == (tokens, finish_reason)
                 self.require(is_whole, "I3", f"{update} ends {known.token_ids}, not {tokens}")
             elif not known.was_aborted:
-                has_cause = self.may_fail and bool(update.error)
+                is_stale = self.fault_at is not None and "stale" in str(update.error)
+                has_cause = (self.may_fail and bool(update.error)) or is_stale
                 self.require(has_cause, "I3", f"nobody aborted, and there is no cause: {update}")
-                self.require(self.world.now <= self.latest_end(), "slow", f"fault at {self.fault_at}: {update}")
+                is_late = not is_stale and self.world.now > self.latest_end()  # they are stale once others have loaded
+                self.require(not is_late, "slow", f"fault at {self.fault_at}: {update}")
 
     @property
     def may_fail(self) -> bool:

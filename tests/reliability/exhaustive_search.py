@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moeserve.controls import Control, Pause, Resume
+from moeserve.controls import Control, FinishUpdate, Outcome, Pause, StartUpdate
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -389,7 +389,7 @@ class _Player:
             raise Found("I8", f"{self.name} runs control {number} after {self.num_controls}")
         self.num_controls = number
         command = self.controls[number].command
-        self.is_paused = not isinstance(command, Resume)
+        self.is_paused = isinstance(command, Pause | StartUpdate)
         must_wait = isinstance(command, Pause) and command.mode == "wait"
         if must_wait and not self.has_fault and (left := self.unended() & self.before_control[number]):
             raise Found("I8", f"{self.name} pauses before {sorted(left)} have ended")
@@ -398,6 +398,10 @@ class _Player:
         """Return what the ranks of the replica send for a round."""
         if agreement.is_idle or agreement.ends_all:
             return RoundResult(agreement=agreement)
+        command = self.controls[agreement.control].command if agreement.control else None
+        if isinstance(command, StartUpdate | FinishUpdate):
+            is_open = isinstance(command, StartUpdate)
+            return RoundResult(agreement=agreement, outcome=Outcome(is_open=is_open, is_whole=not is_open))
         if plan is None:
             return RoundResult(agreement=agreement, result=StepResult(step=0, chunks=[]))
         chunks = self.table.apply(plan)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from scenario import LOAD_WINDOW
 
-from moeserve.controls import Control
+from moeserve.controls import Control, Outcome
 from moeserve.protocol import AbortRequest, Delivery, ReplicaMessage, Request, RequestUpdate, StepPlan
 from moeserve.scheduling.lockstep import CONTROL, REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Round, RoundResult, agree
 from moeserve.scheduling.replica import Effect, Events, Replica, Submit, Wait
@@ -295,11 +295,19 @@ class PlansWhilePaused(Replica):
         self._is_paused = False
 
 
+class PlansDuringUpdates(Replica):
+    """It goes on while weights are written."""
+
+    def _finish_round(self, ended: Any, result: RoundResult) -> None:
+        super()._finish_round(ended, result)
+        self._has_whole_weights = True
+
+
 class RunsControlsTwice(Replica):
     """It announces a control again that the ranks have run."""
 
-    def _end_control(self, control: Control) -> None:
-        super()._end_control(control)
+    def _end_control(self, control: Control, outcome: Outcome | None) -> None:
+        super()._end_control(control, outcome)
         if not self._ended_controls[:-1]:
             self._controls.appendleft(control)
 
@@ -466,6 +474,7 @@ PLANTED = [
     Planted(SendsRoundsBehindControls, {"I8"}),
     Planted(PausesBeforeRequestsEnd, {"I8"}),
     Planted(PlansWhilePaused, {"I8"}),
+    Planted(PlansDuringUpdates, {"I8"}),
     Planted(RunsControlsTwice, {"I8"}),
     Planted(LosesHeldRequests, {"I4"}),
     Planted(runs_controls_alone, {"I1"}),

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moeserve.config.engine_config import EngineConfig
+from moeserve.controls import WeightState
 from moeserve.engine.engine import Engine
 from moeserve.engine.generation import Generation
 from moeserve.engine.in_flight import InFlight, RequestsInFlight
@@ -53,6 +54,14 @@ class ForgetsAborts(RequestsInFlight):
 
     def continue_all(self) -> list[RequestUpdate]:
         return [update for update in super().continue_all() if update.finish_reason != "abort"]
+
+
+class ServesOldWeights(Engine):
+    """After a restart it serves the weights of the checkpoint, whatever the version was."""
+
+    def _let_serve(self, generation: Generation) -> None:
+        self._controls.weights = WeightState()
+        super()._let_serve(generation)
 
 
 class NeverNoticesSilence(Engine):
@@ -159,6 +168,7 @@ PLANTED_IN_ENGINE = [
     PlantedInEngine(BooksBeforeEncoding, {"I3", "I4"}),
     PlantedInEngine(ResumesFromTheStart, {"I3"}),
     PlantedInEngine(ForgetsAborts, {"I3"}),
+    PlantedInEngine(ServesOldWeights, {"I9"}),
     PlantedInEngine(NeverNoticesSilence, {"deadlock"}),
     PlantedInEngine(ExpectsAQuickStart, {"false death"}),
     PlantedInEngine(WaitsForLoadingForEver, {"deadlock"}),

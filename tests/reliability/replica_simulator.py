@@ -11,8 +11,8 @@ simulated as one. A scenario determines its run completely. After each event the
 - I5: ranks run the tokens that their replica announced. A step has at least one token, unless it collects expert loads.
 - I6: the numbers of rounds only grow.
 - I7: no step is run in a round in which a replica has announced a failure, nor after it.
-- I8: all ranks run a control once, in order, in the same round. A pause that waits for requests follows their ends, and
-  no step is run before the pause ends.
+- I8: all ranks run a control once, in order, in the same round. A pause that waits for requests follows their ends. No
+  step is run during a pause, nor during an update of weights.
 - deadlock: with all processes alive, no collective stays open for longer than the slowest of them can take.
 - livelock: requests are served within a number of steps that follows from their lengths.
 - idle: without work a replica sleeps; the group agrees no more often than heartbeats and messages require.
@@ -51,7 +51,7 @@ from scenario import (
     whole_output,
 )
 
-from moeserve.controls import PAUSE_MODES, Command, Control, Pause, Resume
+from moeserve.controls import PAUSE_MODES, Command, Control, FinishUpdate, Outcome, Pause, Resume, StartUpdate
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -336,6 +336,9 @@ class _Simulation:
             self._after(dice.expovariate(5.0), self._send_abort, request.request_id)
 
     def _send_pause(self) -> None:
+        if self.dice.random() < 0.3:
+            self._send_control(StartUpdate())
+            return
         mode = self.dice.choice(PAUSE_MODES)
         self._send_control(Pause(mode=mode, salt=self.dice.choice([b"", b"new"])))
         unended = [known for known in self.requests.values() if known.end is None]
@@ -356,8 +359,13 @@ class _Simulation:
         self._require(number <= self.num_controls_run, "I8", f"control {number} ends before it is run")
         if self.num_controls_ended[number] < self.scenario.num_replicas:
             return
-        if isinstance(self.controls[number], Pause):
-            self._after(self.dice.uniform(0.0, MAX_PAUSE_S), self._send_control, Resume())
+        after: dict[type[Command], Command] = {
+            Pause: Resume(),
+            StartUpdate: FinishUpdate(version=str(number), salt=b"%d" % number),
+        }
+        if type(self.controls[number]) in after:
+            then = after[type(self.controls[number])]
+            self._after(self.dice.uniform(0.0, MAX_PAUSE_S), self._send_control, then)
         elif number < 2 * self.scenario.num_pauses:
             self._after(self.dice.uniform(0.0, MAX_PAUSE_S), self._send_pause)
 
@@ -366,7 +374,7 @@ class _Simulation:
         self._require(number == self.num_controls_run + 1, "I8", f"control {number} after {self.num_controls_run}")
         self.num_controls_run = number
         command = self.controls[number]
-        self.is_paused = isinstance(command, Pause)
+        self.is_paused = isinstance(command, Pause | StartUpdate)
         if isinstance(command, Pause) and command.mode == "wait":
             left = [
                 process.index
@@ -775,9 +783,12 @@ class _Simulation:
         ranks = process.ranks
         assert ranks.current is not None
         assert ranks.agreement is not None
-        plan = ranks.current.plan
+        plan, command, outcome = ranks.current.plan, ranks.current.command, None
+        if ranks.agreement.control and isinstance(command, StartUpdate | FinishUpdate):
+            is_open = isinstance(command, StartUpdate)
+            outcome = Outcome(is_open=is_open, is_whole=not is_open)
         result = StepResult(step=0, chunks=[]) if plan is None else self._run(ranks.table, plan)
-        self._send_result(process, RoundResult(agreement=ranks.agreement, result=result))
+        self._send_result(process, RoundResult(agreement=ranks.agreement, result=result, outcome=outcome))
 
     def _run(self, table: RequestTable, plan: StepPlan) -> StepResult:
         """Return the result of the simulated model."""

@@ -74,8 +74,14 @@ class Stage(ThreadGroup):
     progresses_in_background = False
 
 
-def play(group: ThreadGroup, num_steps: int, on_gpu: bool) -> list[tuple[Tensor, Tensor]]:
-    """Run steps while experts move. Return what each step has read."""
+def play(
+    group: ThreadGroup, num_steps: int, on_gpu: bool, update_before: int | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Run steps while experts move. Return what each step has read.
+
+    Args:
+        update_before: the step before which a trainer adds 100 to all bytes.
+    """
     layer = Layer(group.rank_in_group)
     stage = Stage(group.table, group.rank_in_group)
     groups = cast(Any, SimpleNamespace(stage=stage, ep=stage))
@@ -87,7 +93,11 @@ def play(group: ThreadGroup, num_steps: int, on_gpu: bool) -> list[tuple[Tensor,
 
     def steps() -> list[tuple[Tensor, Tensor]]:
         read = []
-        for _ in range(num_steps):
+        for number in range(num_steps):
+            if number == update_before:
+                rebalancer.drop_changes()
+                for memory in layer.experts.memory_of_each:
+                    memory += 100
             if rebalancer.must_switch:
                 meter.keep_counts(rebalancer.next_layer)
                 rebalancer.switch()
@@ -124,6 +134,15 @@ def test_weights_and_tables_switch_between_two_steps(
         placed_now = torch.cat([weights_0[:, 0], weights_1[:, 0]]).long() - 1
         for chosen in (table, other):
             assert placed_now[chosen[:, 0]].tolist() == [*range(6)]
+
+
+@pytest.mark.parametrize("update_before", [2, 3])
+def test_an_update_of_weights_drops_the_experts_that_move(monkeypatch: pytest.MonkeyPatch, update_before: int) -> None:
+    """A piece has arrived before the second step, and another one before the third, the last of a change."""
+    monkeypatch.setattr("moeserve.layers.moe.placement.rebalance.MIN_PIECE_BYTES", 128)
+    for read in run(2, lambda group: play(group, 30, on_gpu=False, update_before=update_before)):
+        for weights, _ in read[update_before:]:
+            assert bool((weights > 100).all()), "a moved expert has old weights"
 
 
 def test_a_missing_event_is_found(device: fake_device.FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,3 +327,33 @@ def test_an_id_in_use_is_refused_until_its_request_has_ended() -> None:
             scheduler.add(request("a", 3))
         step(scheduler)
     scheduler.add(request("a", 3))
+
+
+def test_a_request_leaves_no_blocks_of_several_weights() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", PROMPT, max_tokens=14))
+    for _ in range(3):  # 12 of its tokens are computed
+        step(scheduler)
+    scheduler.use_new_weights(b"engine")  # the old salt, so that later requests would find what is registered
+    while scheduler.has_work:
+        step(scheduler)
+    scheduler.add(request("b", [*PROMPT, *[1] * 14]))
+    ((chunk,), _) = step(scheduler)
+    assert chunk.start == 12
+
+
+def test_new_weights_hide_the_prefixes_of_waiting_and_preempted_requests() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(request("a", PROMPT))
+    step(scheduler)
+    scheduler.add(request("b", PROMPT))
+    scheduler.hold()
+    scheduler.add(request("c", PROMPT))
+    scheduler.retract()
+    scheduler.use_new_weights(b"new")
+    scheduler.release()
+    starts = []
+    while scheduler.has_work:
+        chunks, _ = step(scheduler)
+        starts += [chunk.start for chunk in chunks if len(chunk.token_ids) > 1]
+    assert starts == [0, 8, 8]  # the first one fills the blocks that the others find
