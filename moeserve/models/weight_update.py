@@ -33,9 +33,10 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights
 from moeserve.models.checkpoint.loading import PIECE_VALUES, check_tensors, fill_place
+from moeserve.models.checkpoint.mapped_files import MappedFiles
 from moeserve.models.checkpoint.names import Translation, translated
 from moeserve.models.checkpoint.packing import fill_panels, packed_state, weights_of
-from moeserve.models.checkpoint.shards import Checkpoint, Shards, list_names, open_checkpoint, read_header
+from moeserve.models.checkpoint.shards import Checkpoint, list_names, open_checkpoint, read_header
 from moeserve.models.checkpoint.tensors import PlainTensor
 from moeserve.models.checkpoint.unused_tensors import harmful
 from moeserve.models.checkpoint.weight_format import WeightFormat
@@ -204,10 +205,10 @@ class _Update:
     def prepare(self, checkpoint: Checkpoint) -> None:
         """Check the tensors of a chunk before any of them is copied."""
         into = self._destinations.into
-        shards = Shards()
+        files = MappedFiles()
         unknown = [name for name in checkpoint.names - into.keys() if not self._destinations.is_ignored(name)]
         if found := checkpoint.shown(
-            harmful(unknown, checkpoint.tensors, self._destinations.frequencies, shards.read_rows)
+            harmful(unknown, checkpoint.tensors, self._destinations.frequencies, files.read_rows)
         ):
             raise CheckpointError(
                 f"{len(found)} tensors have no place in the model: {list_names(found)}. If the trainer stacks experts "
@@ -222,14 +223,14 @@ class _Update:
         """Copy the tensors of the chunk that was prepared."""
         checkpoint, self._next = self._next, None
         assert checkpoint is not None
-        shards, into = Shards(), self._destinations.into
+        files, into = MappedFiles(), self._destinations.into
         self._stored_names |= checkpoint.stored_names
         with progress_bar("weights", total=0, is_shown=False) as progress:
             for name in sorted(checkpoint.names & into.keys()):
                 self.has_written = True
                 self._received.add(name)
                 for place in into[name]:
-                    fill_place(self._opened(place), checkpoint.tensors[name], shards.read_rows, PIECE_VALUES, progress)
+                    fill_place(self._opened(place), checkpoint.tensors[name], files.read_rows, PIECE_VALUES, progress)
                 for owner in {place.owner for place in into[name]}:
                     if owner is not None and self._names.get(owner, {""}) <= self._received:
                         self._pack(owner)
@@ -266,14 +267,12 @@ class _Update:
         if owner not in self._names or owner is None or owner.fills_panels:
             return place  # a parameter of the model, weights that stay open, or rows that are packed as they are read
         assert owner.memory is not None
-        if owner.memory.is_meta:
-            memory = owner.context.backend.allocate_weights(
-                owner.memory.shape, owner.memory.dtype, owner.context.device
-            )
+        if owner.memory.is_meta:  # its memory lives for a short time, so it shares no pages with that of other weights
+            memory = torch.empty(owner.memory.shape, dtype=owner.memory.dtype, device=owner.context.device)
             owner.memory = nn.Parameter(memory, requires_grad=False)
-        like, first = place.memory, owner.memory.storage_offset()  # weights may share a page
+        like = place.memory
         return dataclasses.replace(
-            place, memory=owner.memory.as_strided(like.shape, like.stride(), first + like.storage_offset())
+            place, memory=owner.memory.as_strided(like.shape, like.stride(), like.storage_offset())
         )
 
     def _pack(self, weights: AnyWeights) -> None:

@@ -244,6 +244,8 @@ def test_wrong_tensors_are_refused_before_anything_is_copied(
         (write_chunk({"model.layers.0.self_attn.z_proj.weight": torch.ones(3)}, "unknown"), "z_proj"),
         (write_chunk({name: torch.ones(3, 3)}, "shape"), r"\[3, 3\]"),
         (write_chunk({name: trained.tensors[name].to(torch.int32)}, "dtype"), "I32"),
+        (write_chunk({name: trained.tensors[name].to(torch.int8)}, "bytes"), "I8"),
+        (write_chunk({f"{name}.bias": torch.ones(3, dtype=torch.int8)}, "unused"), "I8"),
         ({"update_info": {"path": str(trained.old / "config.json")}}, "config.json"),
         ({"update_info": {"path": str(SHARED_MEMORY / f"{CHUNK_PREFIX}missing")}}, "missing"),
     ]
@@ -377,7 +379,7 @@ def test_each_span_has_the_tokens_of_a_fresh_engine_of_its_version(trained: Trai
     async def run() -> list[tuple[list[int], CompletionOutput]]:
         llm = AsyncLLM(str(trained.old), rl=True, **SETTINGS)
         ended: list[tuple[list[int], CompletionOutput]] = []
-        is_over = False
+        is_over, has_ended = False, asyncio.Event()
 
         async def send_requests(first: int) -> None:
             params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -386,13 +388,13 @@ def test_each_span_has_the_tokens_of_a_fresh_engine_of_its_version(trained: Trai
                 async for output in llm.generate(prompt, params):
                     last = output.outputs[0]
                 ended.append((prompt, last))
+                has_ended.set()
 
         clients = [asyncio.create_task(send_requests(first)) for first in range(1, 5)]
         try:
             for number in range(1, num_updates + 1):
-                num_ended = len(ended)
-                while len(ended) < num_ended + 2:
-                    await asyncio.sleep(0)
+                has_ended.clear()
+                await has_ended.wait()
                 await llm.pause("retract", clear_cache=False)
                 await llm.start_weight_update()
                 await llm.update_weights({"update_info": {"path": str(folders[number % 2])}})
