@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_families import write_family
 from reference_models import Reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -78,6 +79,17 @@ def test_the_exit_status_and_both_texts(
     found = json.loads(capsys.readouterr().out)
     assert (found["agrees"], found["reference"], len(found["prompts"])) == (False, str(model), 10)
     assert main(["verify", str(tmp_path / "missing"), *flags]) == 1
+
+
+def test_a_gguf_file_is_compared_with_the_checkpoint_that_it_was_made_from(
+    reference_named: Callable[[str], Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    model = reference_named("mixtral").folder
+    settings = {"model": str(write_family(model, tmp_path / "model.gguf")), **SETTINGS}
+    assert verify(settings, reference=str(model), num_tokens=4).agrees
+    with pytest.raises(CheckpointError, match="reference"):
+        verify(settings, num_tokens=4)
 
 
 @pytest.mark.parametrize("setting", [{"quantization": "int8"}, {"hf_overrides": {"rope_theta": 5.0}}])
