@@ -107,14 +107,18 @@ class WeightUpdates:
         return not is_stale and self._update is None
 
     def _shared_error(self, work: Callable[[], None]) -> str:
-        """Do some work, and return the errors of all ranks, each once; empty: none. Collective: all ranks."""
+        """Do some work, and return the errors of all ranks, each once; empty: none. Collective: all ranks.
+
+        Errors of any kind are reported: whatever names and shapes a trainer sends, the engine must go on.
+        """
         error = ""
         try:
             work()
-        except (CheckpointError, OSError, RuntimeError, MemoryError) as failure:
-            error = str(failure) or type(failure).__name__
-            if not isinstance(failure, CheckpointError):
-                logger.exception("an update of the weights failed")
+        except CheckpointError as failure:
+            error = str(failure)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            logger.exception("an update of the weights failed")
         return "; ".join(dict.fromkeys(each.decode() for each in self._gather(error.encode()) if each))
 
     def _start(self, command: StartUpdate) -> None:

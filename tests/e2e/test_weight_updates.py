@@ -274,6 +274,30 @@ def test_wrong_tensors_are_refused_before_anything_is_copied(
         llm.init_weight_transfer_engine({"init_info": {"transport": "nccl"}})
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"model.layers.0.mlp.experts.gate_up_proj": []},
+        {"model.layers.0.mlp.experts.gate_up_proj": [1, 2, 3], "model.embed_tokens.weight": [0]},
+        {"": [-1], "model.layers.99.mlp.experts.0.up_proj.weight": [2, 2]},
+    ],
+)
+def test_an_engine_outlives_nonsense(
+    llm: LLM, trained: Trained, chunks: list[dict[str, Any]], shapes: dict[str, list[int]]
+) -> None:
+    def update() -> None:
+        llm.start_weight_update(shapes)
+        for chunk in chunks:
+            llm.update_weights(chunk)
+        llm.finish_weight_update()
+
+    old, expected = llm.weight_checksums(), tokens(llm)
+    with pytest.raises(WeightUpdateError):
+        update()
+    llm.reload_weights()
+    assert (llm.weight_checksums(), tokens(llm)) == (old, expected)
+
+
 def test_only_some_weights_can_be_updated(trained: Trained, llm: LLM) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     old = llm.weight_checksums()
