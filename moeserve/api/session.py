@@ -237,10 +237,14 @@ class Session:
             self.engine.shutdown()
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Use the engine exclusively. Ctrl-C is deferred meanwhile."""
+    def _exclusive(self, wake: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Use the engine exclusively. Ctrl-C is deferred meanwhile.
+
+        Args:
+            wake: as for `_FairLock.held`.
+        """
         with interrupts_deferred():
-            with self._engine_lock:
+            with self._engine_lock.held(wake):
                 self._is_polling = True
                 try:
                     self._handle_queues()
@@ -256,8 +260,7 @@ class Session:
     @contextlib.contextmanager
     def _exclusive_soon(self) -> Iterator[None]:
         """Use the engine exclusively, without waiting until another thread's `step` returns by itself."""
-        self.engine.wake()  # unconditionally: the other thread may not be waiting yet
-        with self._exclusive():
+        with self._exclusive(self.engine.wake):
             yield
 
     @contextlib.contextmanager
@@ -405,12 +408,22 @@ class _FairLock:
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held by the thread that is next in line
 
-    def __enter__(self) -> None:
-        with self._turn:
-            self._lock.acquire()
+    @contextlib.contextmanager
+    def held(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Hold the lock.
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        Args:
+            wake: makes the thread that holds it release it soon. Called when that thread cannot take it again before
+                this one; otherwise it could release it, take it again, and wait for long, after the call.
+        """
+        with self._turn:
+            if not self._lock.acquire(blocking=False):
+                wake()
+                self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def acquire_at_once(self) -> bool:
         """Take the lock if it is free. Return True if so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import tempfile
@@ -103,7 +104,7 @@ class WeightSender:
     def _new_path(self) -> Path:
         if self._transport == "disk":
             return Path(tempfile.mkdtemp(prefix=CHUNK_PREFIX, dir=self._folder))
-        path = SHARED_MEMORY / f"{CHUNK_PREFIX}{secrets.token_hex(16)}"
+        path = SHARED_MEMORY / f"{CHUNK_PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
         path.touch(0o600, exist_ok=False)  # other users must not read the weights
         return path
 

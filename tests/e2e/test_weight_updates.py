@@ -134,7 +134,7 @@ def test_panels_and_tokens_are_those_of_a_fresh_load(
         llm.finish_weight_update()
         assert llm.weight_checksums() == expected
         assert tokens(llm) == expected_tokens
-    assert not list(SHARED_MEMORY.glob(f"{CHUNK_PREFIX}*"))
+    assert not list(SHARED_MEMORY.glob(f"{CHUNK_PREFIX}{os.getpid()}-*"))
 
 
 @pytest.mark.ranks
