@@ -342,7 +342,10 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
-    """A message of a replica: updates of requests, its load, ended controls; from the first one also expert loads."""
+    """A message of a replica: updates of requests, its load, and controls that have run.
+
+    Messages of the first replica may also have expert loads.
+    """
 
     updates: list[RequestUpdate]
     stats: ReplicaStats

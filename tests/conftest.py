@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,3 +101,19 @@ def ranks() -> Iterator[Ranks]:
     shared = Ranks()
     yield shared
     shared.close()
+
+
+@pytest.fixture
+def num_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count how often this process reads a checkpoint's weights."""
+    from moeserve.worker import loading
+
+    count = [0]
+    load_weights = loading.load_weights
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        count[0] += 1
+        load_weights(*arguments, **options)
+
+    monkeypatch.setattr(loading, "load_weights", counted)
+    return count

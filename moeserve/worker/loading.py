@@ -186,12 +186,11 @@ def _load(
         )
         packer.finish()
 
-    key = _cache_key(config, model, placements, checkpoint)
     if budget is not None:
         from moeserve.models.expert_store.loading import load_with_store
 
         folder = cache_folder() / "experts" if weights.expert_store is None else Path(weights.expert_store)
-        path = folder / f"{key}.safetensors"
+        path = folder / f"{_cache_key(config, model, placements, checkpoint)}.safetensors"
         store = load_with_store(model, budget, path, fill, says=model.groups.rank == 0)
         return LoadedModel(model.eval(), expert_store=store)
     cache = PackedWeightCache(cache_folder() / "packed", weights.packed_cache)
@@ -199,6 +198,7 @@ def _load(
     are_written = weights.rl or config.experts.rebalance != "off"
     has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and not are_written
     is_cached = has_cache and num_bytes >= MIN_CACHED_BYTES
+    key = _cache_key(config, model, placements, checkpoint) if is_cached else ""
     if is_cached and (entry := cache.load(key)) is not None:
         if adopt_state(model, entry.tensors):
             checker = CacheChecker(model, cache, key, entry)

@@ -18,7 +18,6 @@ from moeserve.errors import CheckpointError, EngineError, SettingsError
 from moeserve.models.expert_store.budget import AUTO_SHARE, choose_budget, expert_sizes, moe_layers
 from moeserve.models.registry import describe
 from moeserve.models.summary import cpu_model, loading_memory
-from moeserve.worker import loading
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
@@ -29,20 +28,6 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 40]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "experts"
-
-
-@pytest.fixture
-def num_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count how often a checkpoint's weights are read."""
-    count = [0]
-    load_weights = loading.load_weights
-
-    def counted(*arguments: Any, **options: Any) -> None:
-        count[0] += 1
-        load_weights(*arguments, **options)
-
-    monkeypatch.setattr(loading, "load_weights", counted)
-    return count
 
 
 def start(reference: Reference, **options: Any) -> LLM:

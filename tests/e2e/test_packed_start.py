@@ -34,20 +34,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "packed"
 
 
-@pytest.fixture
-def num_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count how often a checkpoint's weights are read."""
-    count = [0]
-    load_weights = loading.load_weights
-
-    def counted(*arguments: Any, **options: Any) -> None:
-        count[0] += 1
-        load_weights(*arguments, **options)
-
-    monkeypatch.setattr(loading, "load_weights", counted)
-    return count
-
-
 def outputs(reference: Reference, **options: Any) -> list[Any]:
     """Return tokens and log-probabilities of one start, whose cache entry is complete afterwards."""
     llm = LLM(model=str(reference.folder), num_threads=1, **options)

@@ -114,8 +114,8 @@ class PackedWeightCache:
         Args:
             is_cancelled: called repeatedly; once it returns True, writing stops and the partial file is removed.
         """
-        checksums = {name: _checksum(_bytes_of(tensor)) for name, tensor in tensors.items()}
-        header, _, num_bytes = header_of({name: tensor.nbytes for name, tensor in tensors.items()}, checksums)
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        _, _, num_bytes = header_of(sizes, {name: _checksum_text(size, 0) for name, size in sizes.items()})
         if num_bytes > self.max_bytes:
             logger.info(
                 "packed weights are not cached: they take %s, and packed_cache allows %s",
@@ -134,7 +134,7 @@ class PackedWeightCache:
                 return False
             with partial.open("xb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # held until this process closes the file or exits
-                is_complete = _write(file, header, tensors, is_cancelled)
+                is_complete = _write(file, tensors, is_cancelled)
             if is_complete:
                 os.replace(partial, self._path(key))
         except OSError as error:
@@ -219,14 +219,19 @@ def sampled_digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor as [bytes] uint8."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _checksum(content_B: Tensor) -> str:
     """Return the number of bytes, and a checksum: that of the kernels, without which no weights are packed."""
     kernels = native_kernels()
-    return f"{len(content_B)} {0 if kernels is None else kernels.checksums(content_B[None])[0]:016x}"
+    return _checksum_text(len(content_B), 0 if kernels is None else kernels.checksums(content_B[None])[0])
+
+
+def _checksum_text(num_bytes: int, checksum: int) -> str:
+    return f"{num_bytes} {checksum:016x}"
 
 
 def _padded(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -255,11 +260,17 @@ def header_of(
     return len(text).to_bytes(8, "little") + text, {name: start + first for name, first in starts.items()}, start + end
 
 
-def _write(file: IO[bytes], header: bytes, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool]) -> bool:
+def _write(file: IO[bytes], tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool]) -> bool:
     """Write an entry and sync it to disk. Return False if cancelled."""
+    checksums: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if is_cancelled():
+            return False
+        checksums[name] = _checksum(bytes_of(tensor))
+    header, _, _ = header_of({name: tensor.nbytes for name, tensor in tensors.items()}, checksums)
     num_unsynced = file.write(header)
     for tensor in tensors.values():
-        data = _bytes_of(tensor).numpy().data
+        data = bytes_of(tensor).numpy().data
         for start in range(0, len(data), BLOCK_BYTES):
             if is_cancelled():
                 return False

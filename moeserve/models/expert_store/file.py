@@ -27,7 +27,6 @@ from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint.packed_cache import PAGE_BYTES, PARTIAL, header_of, remove_abandoned
 
 CHECKSUMS = "checksums"
-SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,13 @@ class Rows:
 
     number: int
     num_bytes: int  # of each row
+
+
+def _header_of(sizes: Mapping[str, Rows]) -> tuple[bytes, dict[str, int], int]:
+    """Return the header of a file, where each tensor begins in it, and its size."""
+    num_bytes = {name: rows.number * rows.num_bytes for name, rows in sizes.items()}
+    checksum_bytes = 8 * sum(rows.number for rows in sizes.values())
+    return header_of(num_bytes | {CHECKSUMS: checksum_bytes}, alignment=PAGE_BYTES)
 
 
 class NewStore:
@@ -47,9 +53,7 @@ class NewStore:
             CheckpointError: the folder cannot be written, or has too little room.
         """
         self._native, self._path, self._sizes = native, path, sizes
-        num_rows = sum(rows.number for rows in sizes.values())
-        all_sizes = {name: rows.number * rows.num_bytes for name, rows in sizes.items()} | {CHECKSUMS: num_rows * 8}
-        header, self._offsets, self._num_bytes = header_of(all_sizes, alignment=PAGE_BYTES)
+        header, self._offsets, self._num_bytes = _header_of(sizes)
         self._partial = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{PARTIAL}")
         self._checksums: dict[str, list[int]] = {}
         try:
@@ -118,9 +122,7 @@ class StoreFile:
             OSError: the file cannot be read.
         """
         self._native, self.path, self._sizes = native, path, sizes
-        num_rows = sum(rows.number for rows in sizes.values())
-        all_sizes = {name: rows.number * rows.num_bytes for name, rows in sizes.items()} | {CHECKSUMS: num_rows * 8}
-        header, self.offsets, num_bytes = header_of(all_sizes, alignment=PAGE_BYTES)
+        header, self.offsets, num_bytes = _header_of(sizes)
         with path.open("rb") as file:
             if file.read(len(header)) != header or os.fstat(file.fileno()).st_size != num_bytes:
                 raise ValueError("its size or header differs from what this model's would be")
@@ -129,7 +131,7 @@ class StoreFile:
             self._file = opened
         except SafetensorError as error:
             raise ValueError(str(error)) from error
-        sums = self._file.get_tensor(CHECKSUMS)[: num_rows * 8].numpy().view("<u8").tolist()
+        sums = self._file.get_tensor(CHECKSUMS).numpy().view("<u8").tolist()  # padded with zeros
         self.checksums: dict[str, list[int]] = {}
         for name, rows in sizes.items():
             self.checksums[name], sums = sums[: rows.number], sums[rows.number :]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moeserve.layers.weights import AnyWeights
 from moeserve.machine import shown_bytes
+from moeserve.models.checkpoint.packed_cache import bytes_of
 from moeserve.models.checkpoint.packing import Packer, adopt_state, packed_state, state_places
 from moeserve.models.decoder import Decoder
 from moeserve.models.expert_store.budget import Budget, moe_layers
@@ -132,7 +133,7 @@ def _write(
         fill(Packer(model, on_packed))
         for name, tensor in packed_state(model).items():
             if name not in on_disk.values():
-                new.rows_of(name).copy_(tensor.detach().reshape(-1).view(torch.uint8))
+                new.rows_of(name).copy_(bytes_of(tensor))
                 new.finish_rows(name)
         new.finish()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -149,11 +150,10 @@ class CpuExpertStore:
 
     def record(self, *, is_on: bool) -> list[tuple[int, list[int]]]:
         """Record which experts layers need from now on, or no more. Return what was recorded: layers and experts."""
-        numbers, found = self._native.record(is_on), []
-        while numbers:
-            layer, size = numbers[:2]
-            found.append((layer, numbers[2 : 2 + size]))
-            numbers = numbers[2 + size :]
+        numbers, found = iter(self._native.record(is_on)), []
+        for layer in numbers:
+            size = next(numbers)
+            found.append((layer, list(itertools.islice(numbers, size))))
         return found
 
     def take_errors(self) -> list[str]:
