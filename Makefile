@@ -29,7 +29,7 @@ FETCH_SCHEMA_SUITE := $(VENV)/bin/python tests/unit/json_schema_suite.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel dist check-deployment try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
+.PHONY: help setup demo demo-ray wheel dist docs check-deployment try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
 	test-arm64 soak check lint types layers documents package bench bench-gpu gpu-env gpu-kit clean distclean
 .DEFAULT_GOAL := help
 
@@ -38,6 +38,7 @@ help:
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
 	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: install the wheel and ask it a question"
 	@echo "make dist    build them, also for other versions of Python, and check them as a package index does"
+	@echo "make docs    build the documents as a site in build/site, which needs no network to read"
 	@echo "make check-deployment   check the files of examples/deployment"
 	@echo "make test    run the tests"
 	@echo "make test-all   run the slow tests too (40 minutes on two cores)"
@@ -98,7 +99,19 @@ check-deployment: $(DIST_TOOLS)/.installed
 	$(DIST_TOOLS)/bin/kubernetes-validate --strict examples/deployment/kubernetes.yaml
 	$(DIST_TOOLS)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
 
+# The documents as a site in build/site. mkdocs reads links to the files that are pages, or that pages link to.
+DOCS_TOOLS := build/docs-tools
+SITE_FILES := CHANGELOG.md CODE_OF_CONDUCT.md CONTRIBUTING.md LICENSE README.md SECURITY.md docs examples tests/README.md \
+	tests/unit/test_calibration.py $(addprefix moeserve/planner/,calibration.py hardware.py)
+
+docs: $(DOCS_TOOLS)/.installed
+	@rm -rf build/site-source
+	@for name in $(SITE_FILES); do mkdir -p build/site-source/`dirname $$name`; ln -s "$(CURDIR)/$$name" build/site-source/$$name; done
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_TOOLS)/bin:$$PATH" $(DOCS_TOOLS)/bin/mkdocs build --strict
+
 $(DIST_TOOLS)/.installed: tests/dist_tools.txt
+$(DOCS_TOOLS)/.installed: docs/site/requirements.txt
+$(DIST_TOOLS)/.installed $(DOCS_TOOLS)/.installed:
 	@$(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --requirement $<
 	@touch $@

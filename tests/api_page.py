@@ -55,7 +55,7 @@ def arguments(method: Any) -> Iterator[str]:
     for entry in re.split(r"\n {4}(?! )", "\n" + section.partition("\n\n")[0])[1:]:
         names, _, meaning = " ".join(entry.split()).partition(": ")
         if not without_effect() & set(names.split(", ")):
-            yield f"  - `{names}`: {meaning}\n"
+            yield f"    - `{names}`: {meaning}\n"
 
 
 @functools.cache
