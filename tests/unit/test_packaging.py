@@ -163,6 +163,16 @@ def test_every_imported_package_is_required(metadata: email.message.Message) -> 
     assert not missing
 
 
+def test_the_description_links_to_no_file_of_the_repository(metadata: email.message.Message) -> None:
+    description = metadata.get_payload()
+    assert isinstance(description, str)
+    assert description.startswith("# moeserve")
+    assert "dozens of other architectures" in description  # the text of a link
+    targets = re.findall(r"(?:\]\(|(?:src|srcset|href)=\")([^)\"]*)", description)
+    assert targets
+    assert all(target.startswith("https://") for target in targets)
+
+
 def test_torch_is_the_only_large_package_that_is_required(metadata: email.message.Message) -> None:
     requirements = applicable(metadata.get_all("Requires-Dist", []), set())
     assert {canonicalize_name(requirement.name) for requirement in requirements} == REQUIRED
