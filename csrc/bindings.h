@@ -14,6 +14,7 @@ void bind_layers(nanobind::module_& module);
 void bind_limits(nanobind::module_& module);
 void bind_mixing(nanobind::module_& module);
 void bind_products(nanobind::module_& module);
+void bind_progress(nanobind::module_& module);
 void bind_recurrent(nanobind::module_& module);
 void bind_shared_memory(nanobind::module_& module);
 

@@ -43,6 +43,7 @@ NB_MODULE(_cpu, module) {
   module.doc() = "C++ kernels of moeserve for CPUs, and shared memory between ranks.";
   moeserve::bind_shared_memory(module);
   moeserve::bind_cpu_graph(module);
+  moeserve::bind_progress(module);
   module.def("usable_isas", &moeserve::usable_isa_names,
              "Return the instruction sets that this machine supports, best first.");
 

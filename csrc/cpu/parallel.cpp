@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 
+#include "../host/progress_record.h"
 #include "../host/word_wait.h"
 
 namespace moeserve {
@@ -160,6 +161,7 @@ void set_num_threads(int num_threads) {
 int num_threads() { return wanted_threads; }
 
 void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work) {
+  count(progress_record().num_kernels);
   const int num_threads = wanted_threads;
   if (num_threads == 1 || num_items <= 1 || is_busy.exchange(true, std::memory_order_acquire)) {
     for (int64_t item = 0; item < num_items; ++item) work(item);

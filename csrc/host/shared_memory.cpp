@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "add_in_tree.h"
+#include "progress_record.h"
 #include "shared_memory_layout.h"
 
 namespace moeserve {
@@ -99,6 +100,7 @@ Outcome SharedMemory::fail(Outcome outcome, std::vector<int> absent) {
 
 SharedMemory::Operation& SharedMemory::new_operation() {
   if (is_closing_) throw std::runtime_error("this rank has left the group");
+  count(progress_record().num_collectives);
   if (spare_.empty()) {
     operations_.emplace_back();
   } else {

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <chrono>
 #include <mutex>
+#include <optional>
 
+#include "progress_record.h"
 #include "shared_memory_layout.h"
 #include "word_wait.h"
 
@@ -62,6 +64,7 @@ Outcome SharedMemory::wait(uint64_t number, double timeout_s, bool is_measured) 
   const uint64_t index = is_measured ? number - first_of_step_ : kMaxIndex;
   if (index >= seconds_waited_.size() && index < kMaxIndex) seconds_waited_.resize(index + 1);
   Stopwatch stopwatch(seconds_waited_, index);
+  std::optional<PhaseGuard> phase;
   double deadline = 0;
   while (true) {
     if (is_closing_) return Outcome::kClosed;
@@ -71,6 +74,8 @@ Outcome SharedMemory::wait(uint64_t number, double timeout_s, bool is_measured) 
     if (is_done(number)) return is_closing_ ? Outcome::kClosed : Outcome::kDone;
     if (deadline == 0) {
       stopwatch.begin();
+      phase.emplace(Phase::kWaiting);
+      count(progress_record().num_looks);
       deadline = now() + timeout_s;
       if (last_waited_ != number) check_interval_ = kFirstCheck_s;
       last_waited_ = number;

@@ -220,7 +220,10 @@ class SettingArguments(TypedDict, total=False):
     numa_binding: bool
     """bind the threads and the memory of each rank to a NUMA node (True or False; default: True)."""
     collective_timeout: int
-    """seconds that a rank waits for the others in one collective (an integer from 5 to 86400; default: 300)."""
+    """seconds that a rank waits for the others in one collective (an integer from 5 to 86400; default: 60)."""
+    detect_hangs: bool
+    """end ranks that are stopped (4 s), or hang while others wait for them (3 to 8 s); off: for debuggers (True or
+    False; default: True)."""
     load_timeout: int
     """seconds within which all ranks must have loaded the model (an integer from 1 to 2**31 - 1; default: 3600)."""
     step_timeout: int

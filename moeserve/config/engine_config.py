@@ -176,6 +176,7 @@ class FailureConfig:
     """Limits of time, what follows a failure, and checks for debugging."""
 
     collective_timeout: int  # seconds
+    detect_hangs: bool
     load_timeout: int  # seconds
     step_timeout: int  # seconds
     weight_update_timeout: int  # seconds

@@ -302,8 +302,11 @@ class ParallelSettings:
     numa_binding: bool = setting(True, "bind the threads and the memory of each rank to a NUMA node")
     collective_timeout: Annotated[int, msgspec.Meta(ge=5, le=86400)] = (
         setting(  # well above the second that an idle replica sleeps
-            300, "seconds that a rank waits for the others in one collective"
+            60, "seconds that a rank waits for the others in one collective"
         )
+    )
+    detect_hangs: bool = setting(
+        True, "end ranks that are stopped (4 s), or hang while others wait for them (3 to 8 s); off: for debuggers"
     )
     load_timeout: PositiveInt = setting(3600, "seconds within which all ranks must have loaded the model")
     step_timeout: PositiveInt = setting(

@@ -37,12 +37,13 @@ MEASURED_GROUPS = ("ep",)  # wait times are measured here: they show how unevenl
 class Rendezvous:
     """The store where the ranks of a launch meet. A rank connects once to a store, or once to each scope of it.
 
-    timeout_s limits the rendezvous and each collective.
+    timeout_s limits each collective, and seconds_to_meet the time until all ranks have joined. None: timeout_s.
     """
 
     store: StoreAddress
     timeout_s: float
     scope: str = ""
+    seconds_to_meet: float | None = None
 
 
 def connect(
@@ -70,10 +71,11 @@ def connect(
         SettingsError: the device is a GPU, but torch has no NCCL.
     """
     timeout_s = rendezvous.timeout_s
-    store = connect_store(rank, rendezvous.store, timeout_s, rendezvous.scope)
-    rank_store = RankStore(rank, store, timeout_s)
+    seconds_to_meet = timeout_s if rendezvous.seconds_to_meet is None else rendezvous.seconds_to_meet
+    store = connect_store(rank, rendezvous.store, seconds_to_meet, rendezvous.scope)
+    rank_store = RankStore(rank, store, seconds_to_meet)
     hosts = rank_store.register(range(mesh.world_size), host_identity())
-    connector = _Connector(rank, hosts, rank_store, store.own_address, transport, device)
+    connector = _Connector(rank, hosts, rank_store, store.own_address, transport, device, timeout_s)
 
     everyone = tuple(range(mesh.world_size))
     order_check = None
@@ -111,14 +113,11 @@ class _Connector:
     address: str
     transport_name: TransportName
     device: torch.device
+    timeout_s: float  # of collectives
     host_connections: dict[tuple[int, ...], shared_memory.SharedMemoryConnection | gloo.GlooConnection] = field(
         default_factory=dict
     )
     nccl_groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
-
-    @property
-    def timeout_s(self) -> float:
-        return self.rank_store.timeout_s
 
     def host_transport(self, name: str, ranks: tuple[int, ...]) -> Transport:
         """Return the transport of a group's CPU tensors, on the connection to its members."""

@@ -25,6 +25,7 @@ from moeserve.distributed.transport import (
     reduce_scatter_by_all_to_all,
 )
 from moeserve.memory import new_empty
+from moeserve.processes.progress_records import Phase, in_phase
 
 TIMER_SLACK_NS = 100_000_000
 PR_SET_TIMERSLACK = 29  # an option of Linux's prctl
@@ -74,7 +75,8 @@ class GlooTransport(Transport):
         def wait() -> None:
             began = time.perf_counter()
             try:
-                work.wait()
+                with in_phase(Phase.BLOCKED):
+                    work.wait()
             except RuntimeError as error:
                 raise TransportError(cause_of(error, timeout_s)) from error
             if self._measures_waits:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import Axis, Mesh
 from moeserve.distributed.store import RankStore
+from moeserve.processes.progress_records import begin_layer, begin_round
 
 NEIGHBOURS = "neighbours"  # name of each group of two ranks in consecutive pipeline stages
 AXES: tuple[Axis, ...] = ("tp", "dp", "ep", "pp")
@@ -57,11 +58,14 @@ class Groups:
     def begin_step(self, step: int) -> None:
         """Begin a step in all groups. Raises DistributedError if a GPU collective of an earlier step has failed."""
         self.raise_failure()
+        begin_round(step)
         for group in self.all:
             group.begin_step(step)
 
     def set_layer(self, layer: int | None) -> None:
-        """Set the layer that error messages name; None outside of all layers."""
+        """Set the layer that error messages and progress records name; None outside of all layers."""
+        if layer is not None:
+            begin_layer(layer)
         for group in self.all:
             group.layer = layer
 

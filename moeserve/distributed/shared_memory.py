@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from moeserve.distributed.handshake import PeerConnections, agree, exchange_files
-from moeserve.distributed.memory_file import make_memory_file
 from moeserve.distributed.store import format_ranks
 from moeserve.distributed.transport import (
     Pending,
@@ -35,6 +34,7 @@ from moeserve.distributed.transport import (
 )
 from moeserve.machine import usable_cores
 from moeserve.memory import new_empty
+from moeserve.processes.memory_file import make_memory_file
 
 NUM_SLOTS = 8
 SLOT_BYTES = 2**18

@@ -372,7 +372,7 @@ class Engine:
     @property
     def _longest_wait_s(self) -> float:
         failure = self.config.failure
-        if self._is_scaling:
+        if self._is_scaling or self._generation.group.watch is not None:
             return SECONDS_BETWEEN_LOOKS
         return (
             min(failure.step_timeout, failure.weight_update_timeout)
@@ -405,9 +405,10 @@ class Engine:
             if self._controls.seconds_open > failure.weight_update_timeout:
                 logger.error("an update of the weights is cancelled: no call for %g s", failure.weight_update_timeout)
                 self._controls.run(CancelUpdate())
-            if has_failed or (is_silent and not group.reports_hangs and not only_failures):
+            finding = None if has_failed or group.watch is None else group.watch.look()
+            if has_failed or finding or (is_silent and not group.reports_hangs and not only_failures):
                 silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
-                cause = root_cause(group.collect_failures() or [silence])
+                cause = finding.report if finding else root_cause(group.collect_failures() or [silence])
                 self._undelivered += self._received(group.replicas)
                 self._generation.end()
                 self._watch_nothing()

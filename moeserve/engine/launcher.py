@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from moeserve.config.engine_config import EngineConfig
+from moeserve.engine.hang_watch import RecordWatch
 from moeserve.engine.protocol import FromReplica
 from moeserve.processes.failures import FailureReport
 from moeserve.processes.supervision import SECONDS_TO_COLLECT, Watched, WatchedProcess, collect_failures, end_all
@@ -35,6 +36,7 @@ class WorkerGroup:
         seconds_to_collect: float = SECONDS_TO_COLLECT,
         release: Callable[[], None] = lambda: None,
         reports_hangs: bool = False,
+        watch: RecordWatch | None = None,
     ) -> None:
         """
         Args:
@@ -42,10 +44,12 @@ class WorkerGroup:
             seconds_to_collect: how long consequences of a failure may be noticed before its cause.
             release: frees what the processes have used, once they have ended.
             reports_hangs: True if a replica that hangs fails by itself, so that silence is no sign of a failure.
+            watch: finds processes that are stopped or hang.
         """
         self.replicas: list[ReplicaHandle] = list(replicas)  # by dp rank
         self.ranks: list[WatchedProcess[Any]] = []  # those that no replica watches
         self.reports_hangs = reports_hangs
+        self.watch = watch
         self._seconds_to_collect = seconds_to_collect
         self._release = release
         self._owner = os.getpid()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
 from moeserve.distributed.store_server import start_store
+from moeserve.engine.hang_watch import HangWatch, RecordWatch, Watchable
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import FromReplica
 from moeserve.machine import usable_cores
 from moeserve.processes.local import start_process
-from moeserve.worker.protocol import RankStart
+from moeserve.processes.progress_records import ProgressRecords
+from moeserve.worker.protocol import RankStart, rank_name
 
 
 class ProcessLauncher:
@@ -20,7 +22,13 @@ class ProcessLauncher:
 
     def start(self, config: EngineConfig) -> WorkerGroup:
         store = start_store()  # ranks meet at the store, which must outlive their processes
-        group = WorkerGroup(release=store.close)
+        records = ProgressRecords(config.parallel.num_ranks + config.parallel.data_parallel_size)
+
+        def release() -> None:
+            store.close()
+            records.close()
+
+        group = WorkerGroup(release=release, watch=watch_of(config, records) if config.failure.detect_hangs else None)
         environment = environment_of_rank(config, usable_cores())
         try:
             for rank in range(0, config.parallel.num_ranks, config.parallel.ranks_per_replica):
@@ -33,10 +41,11 @@ class ProcessLauncher:
                 group.replicas.append(
                     start_process(
                         "moeserve.engine.replica_process:run",
-                        f"engine of replica {first_rank.dp_index}",
+                        engine_name(first_rank.dp_index),
                         first_rank,
                         FromReplica,
                         environment=environment,
+                        records_fd=records.fd,
                     )
                 )
         except BaseException:
@@ -46,3 +55,16 @@ class ProcessLauncher:
 
     def close(self) -> None:
         pass
+
+
+def watch_of(config: EngineConfig, records: ProgressRecords) -> RecordWatch:
+    """Return the watch over the records of all ranks, followed by those of the engines of all replicas."""
+    num_ranks, num_own = config.parallel.num_ranks, config.parallel.ranks_per_replica
+    ranks = [Watchable(rank_name(config, rank), engine=num_ranks + rank // num_own) for rank in range(num_ranks)]
+    engines = [Watchable(engine_name(replica)) for replica in range(config.parallel.data_parallel_size)]
+    return RecordWatch(HangWatch([*ranks, *engines], judges_hangs=config.compute.device == "cpu"), records.read)
+
+
+def engine_name(replica: int) -> str:
+    """Return the name of the process of a replica's engine in messages."""
+    return f"engine of replica {replica}"

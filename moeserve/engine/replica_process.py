@@ -10,6 +10,7 @@ from moeserve.engine.driver import Driver
 from moeserve.errors import EngineError
 from moeserve.executor.base import Executor
 from moeserve.executor.multiproc import MultiprocExecutor, start_ranks
+from moeserve.processes import progress_records
 from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
 from moeserve.protocol import Delivery, ReplicaMessage, ReplicaStats, Shutdown, Wake
@@ -23,7 +24,8 @@ HEARTBEAT_S = 1.0
 def run(parent: Parent) -> None:
     """Serve one replica on this host until all replicas have agreed to shut down."""
     first_rank = parent.config(RankStart)
-    ranks = start_ranks(first_rank)
+    progress_records.attach(parent.records_fd, first_rank.config.parallel.num_ranks + first_rank.dp_index)
+    ranks = start_ranks(first_rank, parent.records_fd)
     parent.adopt(ranks)
     channel = parent.channel(ReplicaMessage)
     executor = MultiprocExecutor(ranks, first_rank.config)

@@ -23,11 +23,12 @@ from moeserve.scheduling.lockstep import Round, RoundResult, gathered
 from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
 
 
-def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
+def start_ranks(first: RankStart, records_fd: int | None = None) -> list[WatchedProcess[Any]]:
     """Start the processes of all ranks of a replica.
 
     Args:
         first: the start message of the replica's first rank.
+        records_fd: the file of the ranks' progress records.
     """
     config = first.config
     environment = environment_of_rank(config, usable_cores())
@@ -38,6 +39,7 @@ def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
             msgspec.structs.replace(first, rank=rank, show_progress=first.show_progress and rank == first.rank),
             FromRank,
             environment=environment,
+            records_fd=records_fd,
         )
         for rank in range(first.rank, first.rank + config.parallel.ranks_per_replica)
     ]

@@ -29,6 +29,7 @@ from moeserve.processes.supervision import (
 Config = TypeVar("Config")
 
 PR_SET_NAME = 15  # Linux
+FIRST_BYTE = b"\0"  # sent to a child before the first message, with file descriptors
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +45,16 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 class Parent:
     """The process that started this one: the configuration from it, the channel to it, and failure reports to it."""
 
-    def __init__(self, connection: socket.socket, launch: Launch, pidfd: int | None) -> None:
+    def __init__(
+        self, connection: socket.socket, launch: Launch, pidfd: int | None, records_fd: int | None = None
+    ) -> None:
         """
         Args:
             pidfd: pidfd of the parent; None if the system has no pidfds.
+            records_fd: a file of `ProgressRecords`, for this process and its children; None: there is none.
         """
         self.name = launch.name
+        self.records_fd = records_fd
         self._config = launch.config
         self._socket = connection
         self._channel: Channel[Any] | None = None
@@ -95,6 +100,7 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
     """
     connection.setblocking(True)
     try:
+        _, fds, *_ = socket.recv_fds(connection, len(FIRST_BYTE), 1)
         launch = msgspec.msgpack.decode(receive_frame(connection), type=Launch)
     except (EOFError, OSError):  # the parent ended before it sent anything
         _exit(1)
@@ -104,7 +110,7 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
         parent_pidfd = open_pidfd(launch.parent_pid)
         if os.getppid() != launch.parent_pid:
             _exit(1)
-    parent = Parent(connection, launch, parent_pidfd)
+    parent = Parent(connection, launch, parent_pidfd, fds[0] if fds else None)
     try:
         module, _, function = target.partition(":")
         getattr(importlib.import_module(module), function)(parent)

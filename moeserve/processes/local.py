@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import msgspec
 
 from moeserve.errors import EngineError
 from moeserve.processes.channel import frame
-from moeserve.processes.child import Launch
+from moeserve.processes.child import FIRST_BYTE, Launch
 from moeserve.processes.failures import shown_status
 from moeserve.processes.interpreter import same_modules
 from moeserve.processes.logs import log_format, log_level
@@ -24,7 +25,13 @@ if sys.platform == "linux":
 
 
 def start_process(
-    target: str, name: str, config: Any, incoming: Any, *, environment: Mapping[str, str]
+    target: str,
+    name: str,
+    config: Any,
+    incoming: Any,
+    *,
+    environment: Mapping[str, str],
+    records_fd: int | None = None,
 ) -> WatchedProcess[Any]:
     """Start a process that calls a function, and send it its configuration.
 
@@ -37,6 +44,7 @@ def start_process(
         config: anything that msgspec can encode; the function reads it with `Parent.config`.
         incoming: type of the messages that the process sends; None if it sends none.
         environment: the environment variables of the process.
+        records_fd: a file of `ProgressRecords`, which the process finds as `Parent.records_fd`.
 
     Raises:
         EngineError: this Python cannot start another, or the limits on processes or open files do not allow it.
@@ -45,6 +53,8 @@ def start_process(
         ours, theirs = socket.socketpair()
         with theirs:
             handle = _forked(target, environment, theirs) or SpawnedProcess(target, environment, theirs)
+        with contextlib.suppress(BrokenPipeError):  # a process that has ended is noticed later
+            socket.send_fds(ours, [FIRST_BYTE], [] if records_fd is None else [records_fd])
     except OSError as error:
         raise EngineError(f"{name} could not be started: {error}; see `ulimit -n` and `ulimit -u`") from None
     process: WatchedProcess[Any] = WatchedProcess(name, ours, incoming, handle)

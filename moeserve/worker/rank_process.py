@@ -14,19 +14,23 @@ from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.groups import Groups
 from moeserve.errors import SettingsError
 from moeserve.numa import bind_thread, nodes_of_rank, usable_nodes
+from moeserve.processes import progress_records
 from moeserve.processes.child import Parent
+from moeserve.processes.progress_records import Phase, set_phase
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker.protocol import Leave, RankStart, ToRank, mesh_of
 from moeserve.worker.worker import PendingRound, Worker
 
 logger = logging.getLogger(__name__)
 
+SECONDS_TO_MEET = 300.0  # until all ranks have joined
 SECONDS_BETWEEN_LOOKS = 2e-4  # interval between checks if a GPU has finished the only round
 
 
 def run(parent: Parent) -> None:
     """Execute the rounds that the engine process sends, until it sends `Leave`."""
     start = parent.config(RankStart)
+    progress_records.attach(parent.records_fd, start.rank)
     channel = parent.channel(ToRank)
     groups = join(start)
     with refusing_what_cannot_be_allocated(start.config):
@@ -47,6 +51,7 @@ def run(parent: Parent) -> None:
         if running is not None and running.is_done:
             finish()
 
+    set_phase(Phase.IDLE)
     worker.runner.step_runner.on_layers = finish_if_done  # called before the long part of a step
     while True:
         for message in channel.receive(None if running is None else 0.0):
@@ -58,10 +63,12 @@ def run(parent: Parent) -> None:
             if not isinstance(message, Round):
                 transfers.submit(message)
                 continue
+            set_phase(Phase.COMPUTING)
             started = worker.start(message)  # while a GPU computes the previous round
             finish()
             running = started
             finish_if_done()
+            set_phase(Phase.IDLE)
             has_ended = started.agreement.ends_all
             if has_ended:
                 finish()
@@ -82,7 +89,7 @@ def join(start: RankStart) -> Groups:
     groups = connect(
         mesh_of(config),
         start.rank,
-        Rendezvous(start.store, config.failure.collective_timeout),
+        Rendezvous(start.store, config.failure.collective_timeout, seconds_to_meet=SECONDS_TO_MEET),
         check_order=config.failure.debug_collectives,
         device=device,
     )

@@ -39,6 +39,7 @@ from moeserve.models.rank_model import RankModel
 from moeserve.ops.backend import Backend
 from moeserve.ops.native import missing_kernels, set_num_threads
 from moeserve.ops.side_stream import CudaSideStream
+from moeserve.processes.progress_records import Phase, in_phase
 from moeserve.protocol import ChunkResult, RankReport, StepPlan, StepResult, TransferResult
 from moeserve.scheduling.lockstep import Agreement, Round, RoundResult, agree
 from moeserve.telemetry.expert_load import LoadWindow
@@ -332,7 +333,8 @@ class Worker:
         assert self._loaded.updates is not None, "the engine refuses updates without `rl`"
         if isinstance(command, StartUpdate) and self.rebalancer is not None:
             self.rebalancer.drop_changes()  # experts that are moved would keep old weights
-        return self._loaded.updates.run(command)
+        with in_phase(Phase.UPDATING):
+            return self._loaded.updates.run(command)
 
     def _reports(self, plan: StepPlan | None) -> list[RankReport]:
         slots = plan.slots if plan else []

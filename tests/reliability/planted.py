@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from moeserve.processes.progress_records import Phase, set_phase
 
 # Points at which a rank can fail: a function, by the module in which it is looked up.
 POINTS = {
@@ -48,17 +51,37 @@ def divide() -> None:
     raise ZeroDivisionError("planted")
 
 
-ACTIONS: dict[str, Callable[[], None]] = {function.__name__: function for function in (kill, stop, divide)}
+def loop() -> None:
+    while True:
+        pass
+
+
+def loop_natively() -> None:
+    ctypes.PyDLL(None).pause()  # no thread of Python runs until a signal comes
+
+
+def loop_in_a_collective() -> None:
+    set_phase(Phase.WAITING)  # as the C++ code of a collective does
+    loop_natively()
+
+
+def doze() -> None:
+    time.sleep(2.0)
+
+
+FUNCTIONS = (kill, stop, divide, loop, loop_natively, loop_in_a_collective, doze)
+ACTIONS: dict[str, Callable[[], None]] = {function.__name__: function for function in FUNCTIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rank does one thing, once."""
+    """One rank does one thing, once or in several steps."""
 
     rank: int
     point: str  # of POINTS
     action: str  # of ACTIONS
     call: int = 1  # which call of the point in a step: some have several in each layer
+    num_steps: int = 1
 
 
 class Planted:
@@ -91,25 +114,25 @@ class Planted:
 
 
 def plant(name: str, folder: str) -> None:
-    """Plant the fault that the folder describes, if it is for this rank."""
+    """Plant the fault that the folder describes, if it is for this rank, and not for one that replaces a faulty one."""
     fault = Fault(**json.loads(Path(folder, "fault.json").read_text()))
-    if name.split()[1] == str(fault.rank):
+    if name.split()[1] == str(fault.rank) and not Path(folder, "done").exists():
         _plant(fault, Path(folder))
 
 
 def _plant(fault: Fault, folder: Path) -> None:
     num_calls = 0  # of the point in this step
-    is_done = False
+    num_done = 0
 
     def count_anew() -> None:
         nonlocal num_calls
         num_calls = 0
 
     def act() -> None:
-        nonlocal num_calls, is_done
+        nonlocal num_calls, num_done
         num_calls += 1
-        if num_calls == fault.call and not is_done and (folder / "go").exists():
-            is_done = True
+        if num_calls == fault.call and num_done < fault.num_steps and (folder / "go").exists():
+            num_done += 1
             _write(folder / "pid", os.getpid())
             _write(folder / "done", time.monotonic())
             ACTIONS[fault.action]()

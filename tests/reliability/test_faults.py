@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from planted import POINTS, Fault, Planted
+from planted import POINTS, Planted
 from rank_processes import lives, living_ranks, shared_memory_of
 from reference_models import Reference
 
@@ -55,21 +55,6 @@ assert {*POINTS_OF_A_STEP, "moving", "loading", "agreement"} == POINTS.keys()
 @pytest.fixture(scope="module")
 def reference(reference_named: Callable[[str], Reference]) -> Reference:
     return reference_named("mixtral")
-
-
-@pytest.fixture
-def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Planted]:
-    """Plant a fault in the ranks that this test starts."""
-
-    def plant(**fault: Any) -> Planted:
-        folder = tmp_path / "planted"
-        folder.mkdir()
-        planted = Planted(folder, Fault(**fault))
-        for name, value in planted.environment.items():
-            monkeypatch.setenv(name, value)
-        return planted
-
-    return plant
 
 
 def ports_of(processes: list[psutil.Process]) -> set[tuple[str, int]]:
@@ -355,7 +340,8 @@ def test_a_stopped_rank_is_named_after_the_timeout(
     reference: Reference, plant: Callable[..., Planted], traces: Traces, point: str, collective: str
 ) -> None:
     planted = plant(rank=2, point=point, call=2 if point == "experts" else 1, action="stop")
-    with LLM(reference.folder, **TWO_BY_TWO, collective_timeout=TIMEOUT_S, enforce_eager=True, **SETTINGS) as llm:
+    timeouts = dict(collective_timeout=TIMEOUT_S, detect_hangs=False)
+    with LLM(reference.folder, **TWO_BY_TWO, **timeouts, enforce_eager=True, **SETTINGS) as llm:
         traces.record()
         streams = started_streams(llm, reference, 4)
         planted.trigger()
@@ -373,7 +359,7 @@ def test_a_stopped_rank_that_no_other_waits_for_is_named_after_the_timeout(
     reference: Reference, plant: Callable[..., Planted], traces: Traces
 ) -> None:
     planted = plant(rank=0, point="step", action="stop")
-    with LLM(reference.folder, executor="mp", step_timeout=5, **SETTINGS) as llm:
+    with LLM(reference.folder, executor="mp", step_timeout=5, detect_hangs=False, **SETTINGS) as llm:
         traces.record()
         (stream,) = started_streams(llm, reference, 1)
         planted.trigger()
@@ -389,7 +375,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_is_no_failure(
     reference: Reference, plant: Callable[..., Planted], point: str, rank: int, layout: dict[str, int]
 ) -> None:
     planted = plant(rank=rank, point=point, action="stop")
-    timeouts = dict(collective_timeout=10, step_timeout=11)
+    timeouts = dict(collective_timeout=10, step_timeout=11, detect_hangs=False)
     with LLM(reference.folder, executor="mp", enforce_eager=True, **layout, **timeouts, **SETTINGS) as llm:
         streams = started_streams(llm, reference, 2)
         planted.trigger()
