@@ -88,6 +88,7 @@ dist: wheel $(DIST_TOOLS)/.installed
 		PATH="$(BIN):$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl; done
 	$(DIST_TOOLS)/bin/twine check --strict dist/*
 	$(DIST_TOOLS)/bin/check-wheel-contents dist/*.whl
+	$(DIST_TOOLS)/bin/python release/check_sbom.py dist/*.whl
 	@set -e; for wheel in `ls dist/*-abi3-*.whl 2>/dev/null`; do $(DIST_TOOLS)/bin/abi3audit --strict --summary $$wheel; done
 	@large=`find dist -name '*.whl' -size +$(MAX_WHEEL_BYTES)c`; [ -z "$$large" ] || \
 		{ echo "more than $(MAX_WHEEL_BYTES) bytes: $$large"; exit 1; }
@@ -109,7 +110,7 @@ docs: $(DOCS_TOOLS)/.installed
 	@for name in $(SITE_FILES); do mkdir -p build/site-source/`dirname $$name`; ln -s "$(CURDIR)/$$name" build/site-source/$$name; done
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_TOOLS)/bin:$$PATH" $(DOCS_TOOLS)/bin/mkdocs build --strict
 
-$(DIST_TOOLS)/.installed: tests/dist_tools.txt
+$(DIST_TOOLS)/.installed: release/tools.txt
 $(DOCS_TOOLS)/.installed: docs/site/requirements.txt
 $(DIST_TOOLS)/.installed $(DOCS_TOOLS)/.installed:
 	@$(PYTHON) -m venv --clear $(@D)

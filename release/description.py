@@ -16,7 +16,7 @@ END = "\nThe documents named here are in the source distribution, in `docs/`.\n"
 
 def dynamic_metadata(field: str, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the README without pictures, and with the text of links in their place. scikit-build-core calls this."""
-    assert field == "readme" and not settings
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
+    assert (field, settings) == ("readme", {})
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     text = LINK.sub(r"\1", PICTURE.sub(r" (picture: `\1`).", IMAGE.sub("", readme)))
     return {"content-type": "text/markdown", "text": text + END}
