@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -25,6 +29,8 @@ class SequenceScore:
     token_ids: list[int]
     logprobs: list[float]  # of each token, given all tokens before it
     top_logprobs: list[dict[int, Logprob]]  # by position: the token's own, and those of the most likely tokens
+    # The experts that have computed the sequence, as in `CompletionOutput`.
+    routed_experts: npt.NDArray[np.integer[Any]] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     weight_versions: tuple[WeightSpan, ...] = ()  # of all tokens so far
+    # The experts [tokens - 1, layers, experts of a token] of prompt and output, uint8 or uint16, once the output has
+    # ended. The last token was not computed, and layers without experts have zeros. None without
+    # `enable_return_routed_experts`.
+    routed_experts: npt.NDArray[np.integer[Any]] | None = field(default=None, compare=False)
     lora_request: None = None  # vLLM's; LoRA is not supported
 
     def finished(self) -> bool:

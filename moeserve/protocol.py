@@ -44,6 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int] = []  # tokens generated elsewhere; the request continues after them
     kv_handle: str = ""  # if not empty, the prompt's blocks are kept under this name for another engine
     kv_source: PeerBlocks | None = None  # the prompt's blocks, if another engine has computed them
+    forced_routes: bytes = b""  # the experts of the first tokens, if they are forced; see `RouteShape`
 
     def resampled(self, sample: Sample) -> Request:
         """Return the request of an additional output. It shares the prompt, without prompt log-probabilities."""
@@ -75,6 +76,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     params: RequestParams
     seed: int
     end_token_ids: list[int]  # excluded from sampling while below params.min_tokens
+    forced_routes: bytes = b""  # see `Request`
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
@@ -245,11 +247,19 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True, tag="transferred
     seconds: float
 
 
+class RouteRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a rank's rows of a step, in the layers of its stage; see `RouteShape`."""
+
+    first_layer: int
+    rows: bytes  # [rows, layers of the stage, top_k]
+
+
 class RankReport(msgspec.Struct, frozen=True):
-    """Digest of one rank's state after a round, for the check that `debug_rank_state` enables."""
+    """The report of one rank after a round, if `EngineConfig.gathers_reports`."""
 
     rank: int
-    digests: list[RequestDigest]  # digest of each chunk's request in the plan
+    digests: list[RequestDigest] = []  # with `debug_rank_state`: digest of each chunk's request in the plan
+    routes: RouteRows | None = None  # None: routes are not reported, or there was no step
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,6 +276,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = 0  # index of the replica that runs the request
     weight_version: str = INITIAL_VERSION  # version of the weights that computed the tokens
     kv_blocks: PeerBlocks | None = None  # the blocks kept for another engine, sent at the end of the request
+    routes: bytes = b""  # of the tokens computed since the last update; see `RouteShape`
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

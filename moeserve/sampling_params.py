@@ -60,6 +60,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     bad_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each may not follow its other tokens
     allowed_bits: bytes = b""  # bit i % 8 of byte i // 8 is set if token i is allowed; empty: all are
     forced_token_ids: tuple[int, ...] = ()  # the output
+    routed_experts_prompt_start: int = 0
 
     @property
     def needs_output(self) -> bool:
@@ -338,6 +339,9 @@ class SamplingParams:
         _token_ids(LIMITS.max_token_ids, optional=True),
         "the token ids to generate, for example to read their logprobs; they determine max_tokens, and no token ends "
         "the output before",
+    )
+    routed_experts_prompt_start: int = _parameter(
+        0, _integer(0), "with enable_return_routed_experts: leave out the experts of this many tokens of the prompt"
     )
     presence_penalty: float = _parameter(
         0.0, _number(-2.0, 2.0), "subtracted from the logits of tokens already generated"

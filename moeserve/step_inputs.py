@@ -99,6 +99,7 @@ class StepInputs:
     slots: Tensor | None = None  # [R] int64: slot of the row's request; for padding, the slot behind the last
     settings: Tensor | None = None  # [R, W] int64: SAMPLING_SETTINGS of the row's request; all zeros for padding
     states: StateRows | None = None  # None: no layer keeps a state for each request
+    forced_routes: Tensor | None = None  # [layers of the rank's stage, T, K] int64: experts to use; -1: the router's
     # Slots and block tables of the cache groups after the first, to which `cache_slots` and `block_table` belong.
     other_tables: tuple[GroupTable, ...] = ()
 

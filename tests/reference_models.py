@@ -5,6 +5,7 @@ Most of the file is the table of shapes, which tests of all folders name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -20,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import moeserve
 
@@ -2147,6 +2149,19 @@ class Call(NamedTuple):
     output: Any
 
 
+class _ForcedChoice(TorchFunctionMode):
+    """Lets `torch.topk` over all experts return the experts that are given."""
+
+    def __init__(self, num_experts: int, given_TK: torch.Tensor) -> None:
+        super().__init__()
+        self._num_experts, self._given_TK = num_experts, given_TK
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, torch.Tensor.topk) and args[0].shape[-1] == self._num_experts:
+            return args[0].gather(-1, self._given_TK), self._given_TK
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Forward:
     """The results of a model on a text: logits [T, vocab_size], and the calls of its routers and indexers."""
@@ -2251,6 +2266,28 @@ class Reference:
                 count = chosen.flatten().bincount(minlength=num_experts)[:num_experts]
                 counts[id(router)] = counts.get(id(router), 0) + count
         return [count.tolist() for count in counts.values()]
+
+    def routes(self, token_ids: list[int]) -> torch.Tensor:
+        """Return the experts [T, layers, K] that each token chooses, in the layers with experts."""
+        return torch.stack([chosen for _, chosen in self._routed(token_ids)], dim=1)
+
+    def logits_of_routes(self, token_ids: list[int], routes_TLK: torch.Tensor) -> torch.Tensor:
+        """Return logits [T, vocab_size] if tokens use other experts than those that routers choose.
+
+        Args:
+            routes_TLK: the experts to use, in the layers with experts.
+        """
+        routers = self._routers()
+        with contextlib.ExitStack() as stack:
+            for router, given_TK in zip(routers, routes_TLK.unbind(1), strict=True):
+                forced = _ForcedChoice(router.num_experts, given_TK)
+                for hook in (
+                    router.register_forward_pre_hook(lambda *_, forced=forced: forced.__enter__() and None),
+                    router.register_forward_hook(lambda *_, forced=forced: forced.__exit__(None, None, None)),
+                ):
+                    stack.callback(hook.remove)
+            with torch.no_grad():
+                return self.model(torch.tensor([token_ids])).logits[0]
 
     def _routed(self, token_ids: list[int]) -> list[tuple[Call, torch.Tensor]]:
         """Return each call of a router, of which the first argument are inputs [T, D], and the experts [T, K]."""

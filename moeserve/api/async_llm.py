@@ -229,7 +229,13 @@ class AsyncLLM(AsyncRollouts):
                 yield output
 
     async def score(
-        self, sequence: Sequence[int], prompt_length: int, *, temperature: float = 1.0, top_logprobs: int = 0
+        self,
+        sequence: Sequence[int],
+        prompt_length: int,
+        *,
+        temperature: float = 1.0,
+        top_logprobs: int = 0,
+        routed_experts: Any = None,
     ) -> SequenceScore:
         """Return the log-probabilities of the tokens of one sequence after its prompt; see `LLM.score`.
 
@@ -237,7 +243,9 @@ class AsyncLLM(AsyncRollouts):
             RequestError, QueueFullError, EngineError: as for `generate`.
         """
         mode = self.config.texts.logprobs_mode
-        (prompt,), (params,), _ = requests_of([sequence], [prompt_length], temperature, top_logprobs, mode)
+        (prompt,), (params,), _ = requests_of(
+            [sequence], [prompt_length], temperature, top_logprobs, mode, [routed_experts]
+        )
         async with contextlib.aclosing(self.generate(prompt, params)) as outputs:
             async for output in outputs:
                 last = output

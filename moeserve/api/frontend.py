@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 from moeserve.api.logprobs import PromptLogprobs, logprob_of_token
 from moeserve.api.output_text import OutputText
 from moeserve.api.prompts import EncodedPrompt, Params, PromptEncoder, Prompts, pair_prompts
+from moeserve.api.routes import OutputRoutes, Routes
 from moeserve.api.tokenizer import TextCodec
+from moeserve.config.routes import RouteShape
 from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, WeightSpan
 from moeserve.protocol import PeerBlocks, Request, RequestUpdate, Sample
@@ -48,6 +50,7 @@ class Frontend:
         num_replicas: int = 1,
         grammars: Grammars | None = None,
         kv_block_size: int | None = None,
+        routes: RouteShape | None = None,
     ) -> None:
         """
         Args:
@@ -59,6 +62,7 @@ class Frontend:
             num_replicas: number of replicas, each of which has statistics.
             grammars: compiler for structured outputs; None: they are refused.
             kv_block_size: tokens per block exchanged with other engines; None: no blocks are exchanged.
+            routes: shape of the experts of tokens that outputs have; None: they have none.
         """
         self._codec = codec
         self._encoder = PromptEncoder(
@@ -67,7 +71,9 @@ class Frontend:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             grammars=grammars,
+            routes=routes,
         )
+        self._routes = routes
         self._eos_token_ids = list(eos_token_ids)
         self._engine_seed = engine_seed
         self._kv_block_size = kv_block_size
@@ -113,6 +119,12 @@ class Frontend:
             encoded.append((self._encoder.encode(name, prompt, params.truncate_prompt_tokens), params))
             num_tokens = len(encoded[-1][0].token_ids)
             self._encoder.check_prompt_logprobs(name, num_tokens, params)
+            if params.routed_experts_prompt_start >= num_tokens:
+                raise RequestError(
+                    f"routed_experts_prompt_start={params.routed_experts_prompt_start}, but {name} has {num_tokens} "
+                    "tokens; it must be less",
+                    parameter="routed_experts_prompt_start",
+                )
             if params.kv_transfer is not None:
                 self._check_kv_transfer(name, num_tokens, params.kv_transfer)
         return encoded
@@ -245,13 +257,15 @@ class Frontend:
             params=self._encoder.engine_params(params),
             seed=first.seed,
             eos_token_ids=[] if params.ignore_eos or params.trace_decode_token_ids else self._eos_token_ids,
-            cache_salt=self._cache_generation + prompt.cache_salt,
+            cache_salt=self._cache_generation + prompt.cache_salt + _salt_of_routes(prompt.forced_routes),
+            forced_routes=prompt.forced_routes,
             kv_handle=secrets.token_hex(16) if _is_for_other_engine(params) else "",
             kv_source=_source(params),
         )
         codec = self._codec if params.detokenize else None
         outputs = [
-            _OutputInFlight(each.request_id, index, params, codec) for index, each in enumerate([first, *samples])
+            _OutputInFlight(each.request_id, index, params, codec, self._output_routes(prompt, params))
+            for index, each in enumerate([first, *samples])
         ]
         in_flight = _PromptInFlight(prompt_id, prompt, params, outputs, codec)
         self._prompts[prompt_id] = in_flight
@@ -259,11 +273,23 @@ class Frontend:
         self._output_of_request.update({output.request_id: (in_flight, output) for output in outputs})
         return Submission(prompt_id, request, samples)
 
+    def _output_routes(self, prompt: EncodedPrompt, params: SamplingParams) -> OutputRoutes | None:
+        if self._routes is None:
+            return None
+        return OutputRoutes(self._routes, len(prompt.token_ids) - params.routed_experts_prompt_start)
+
 
 class _OutputInFlight:
     """One output of a prompt, as generated so far."""
 
-    def __init__(self, request_id: str, index: int, params: SamplingParams, codec: TextCodec | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        params: SamplingParams,
+        codec: TextCodec | None,
+        routes: OutputRoutes | None,
+    ) -> None:
         self.request_id = request_id
         self.index = index
         self.finish_reason: FinishReason | None = None
@@ -277,8 +303,11 @@ class _OutputInFlight:
         self._text = None if codec is None else OutputText(codec, params)
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._routes = routes
 
     def update(self, update: RequestUpdate) -> None:
+        if self._routes is not None:
+            self._routes.add(update.routes)
         for place, token_id in enumerate(update.token_ids):
             self._token_ids.append(token_id)
             self._note_version(update.weight_version)
@@ -296,6 +325,12 @@ class _OutputInFlight:
             self.finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
             if self._text is not None:
                 self._text.finish()
+
+    def _routed_experts(self) -> Routes | None:
+        """Return the experts of an output that has ended."""
+        if self._routes is None or self.finish_reason is None:
+            return None
+        return self._routes.array(len(self._token_ids))
 
     def _note_version(self, version: str) -> None:
         """Note the version of the weights that have computed the last token."""
@@ -321,6 +356,7 @@ class _OutputInFlight:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             weight_versions=tuple(self._weight_versions),
+            routed_experts=self._routed_experts(),
         )
 
 
@@ -388,6 +424,11 @@ class _PromptInFlight:
             num_cached_tokens=self._num_cached_tokens,
             kv_transfer_params=self._kv_transfer_params,
         )
+
+
+def _salt_of_routes(forced_routes: bytes) -> str:
+    """Return the part of a salt that separates keys and values of forced experts from those of the router's."""
+    return f":routes {hashlib.sha256(forced_routes).hexdigest()}" if forced_routes else ""
 
 
 def _is_for_other_engine(params: SamplingParams) -> bool:

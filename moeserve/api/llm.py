@@ -251,6 +251,7 @@ class LLM(Rollouts):
         *,
         temperature: float = 1.0,
         top_logprobs: int = 0,
+        routed_experts: Sequence[Any] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[SequenceScore]:
         """Return the log-probabilities of the tokens of sequences after their prompts, without sampling.
@@ -265,6 +266,9 @@ class LLM(Rollouts):
                 stands for all.
             temperature: by which logits are divided; other numbers than 1 need `logprobs_mode="processed_logprobs"`.
             top_logprobs: also return the log-probabilities of this many most likely tokens.
+            routed_experts: for each sequence the experts to use, integers [tokens - 1, layers, experts of a token] as
+                in `CompletionOutput`, or None for those that the router chooses. The weights of experts follow from
+                the router in any case. Needs `enable_return_routed_experts`.
             use_tqdm: as for `generate`.
 
         Returns:
@@ -274,7 +278,9 @@ class LLM(Rollouts):
             RequestError, EngineError: as for `generate`.
         """
         mode = self.config.texts.logprobs_mode
-        prompts, params, lengths = requests_of(sequences, prompt_lengths, temperature, top_logprobs, mode)
+        prompts, params, lengths = requests_of(
+            sequences, prompt_lengths, temperature, top_logprobs, mode, routed_experts
+        )
         outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
         return [score_of(*each) for each in zip(outputs, lengths, strict=True)]
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from moeserve.api.routes import rows_of_array
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.limits import LIMITS
+from moeserve.config.routes import RouteShape
 from moeserve.errors import PromptTooLongError, RequestError, nearest, shown
 from moeserve.inputs import TextPrompt, TokensPrompt
 from moeserve.sampling_params import ALL_TOKENS, LONGEST_PROMPT, RequestParams, SamplingParams
@@ -16,12 +18,12 @@ from moeserve.structured_outputs import StructuredOutputsParams
 from moeserve.worker.grammars import Grammars
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt". Arrays and
-# tensors stand for lists.
+# tensors stand for lists. With token ids, "routed_experts" [tokens, layers, top_k] forces their experts.
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TextPrompt | TokensPrompt"
 Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
 Params: TypeAlias = "SamplingParams | Mapping[str, Any]"
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "routed_experts")
 _KEYS_OF_PICTURES = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds")
 
 
@@ -32,6 +34,7 @@ class EncodedPrompt:
     text: str | None  # None if the prompt was given as token ids
     token_ids: list[int]
     cache_salt: str
+    forced_routes: bytes = b""  # see `Request`
 
 
 def chat_prompt(
@@ -110,8 +113,10 @@ class PromptEncoder:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         grammars: Grammars | None = None,
+        routes: RouteShape | None = None,
     ) -> None:
         self._codec = codec
+        self._routes = routes
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -146,7 +151,10 @@ class PromptEncoder:
         cache_salt = fields.get("cache_salt", "")
         if not isinstance(cache_salt, str):
             raise RequestError(f"{name}: cache_salt={shown(cache_salt)} must be a text")
-        return EncodedPrompt(text, token_ids, cache_salt)
+        forced_routes = b""
+        if (routes := fields.get("routed_experts")) is not None:
+            forced_routes = rows_of_array(name, routes, self._routes, len(token_ids))
+        return EncodedPrompt(text, token_ids, cache_salt, forced_routes)
 
     def _truncated(self, token_ids: Any, num_kept: int | None) -> Any:
         """Return the tokens that `truncate_prompt_tokens` leaves."""

@@ -12,7 +12,12 @@ from moeserve.sampling_params import SamplingParams
 
 
 def requests_of(
-    sequences: Any, prompt_lengths: Any, temperature: float, top_logprobs: int, mode: LogprobsMode
+    sequences: Any,
+    prompt_lengths: Any,
+    temperature: float,
+    top_logprobs: int,
+    mode: LogprobsMode,
+    routed_experts: Any = None,
 ) -> tuple[list[dict[str, Any]], list[SamplingParams], list[int]]:
     """Return the prompts and sampling parameters whose outputs contain the scores, and each sequence's prompt length.
 
@@ -34,8 +39,15 @@ def requests_of(
             "the engine with logprobs_mode='processed_logprobs'",
             parameter="temperature",
         )
-    prompts, params = [], []
-    for place, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+    routes = [None] * len(sequences) if routed_experts is None else routed_experts
+    if len(routes) != len(sequences):
+        raise RequestError(
+            f"{len(sequences)} sequences came with {len(routes)} routed_experts; give an array for each, or None",
+            parameter="routed_experts",
+        )
+    prompts: list[dict[str, Any]] = []
+    params = []
+    for place, (sequence, length, of_tokens) in enumerate(zip(sequences, prompt_lengths, routes, strict=True)):
         token_ids = sequence.tolist() if hasattr(sequence, "tolist") else sequence
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, str) or len(token_ids) < 2:
             raise RequestError(
@@ -47,7 +59,7 @@ def requests_of(
                 f"{place} has {len(token_ids)} tokens and the first one has no log-probability",
                 parameter="prompt_lengths",
             )
-        prompts.append({"prompt_token_ids": token_ids[:-1]})
+        prompts.append({"prompt_token_ids": token_ids[:-1], "routed_experts": of_tokens})
         params.append(
             SamplingParams(
                 temperature=temperature,
@@ -69,4 +81,4 @@ def score_of(output: RequestOutput, prompt_length: int) -> SequenceScore:
     positions = [*output.prompt_logprobs[prompt_length:], *last.logprobs]
     by_token = [position for position in positions if position is not None]
     logprobs = [position[token_id].logprob for token_id, position in zip(token_ids, by_token, strict=True)]
-    return SequenceScore(token_ids, logprobs, by_token)
+    return SequenceScore(token_ids, logprobs, by_token, last.routed_experts)

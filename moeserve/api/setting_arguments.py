@@ -95,6 +95,9 @@ class SettingArguments(TypedDict, total=False):
     after bias, penalties, temperature, min_p, top_k and top_p (for a prompt: after the temperature only); logits:
     not normalised (one of 'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'; default:
     'raw_logprobs')."""
+    enable_return_routed_experts: bool
+    """outputs have the experts of their tokens, and LLM.score may be given them (docs/rl.md); on CPUs (True or
+    False; default: False)."""
     # KV cache
     block_size: int | None
     """tokens per block; none: 16, or 128 for DeepSeek-V4 (an integer from 1 to 4096 or None; default: None)."""
@@ -314,7 +317,6 @@ class SettingArguments(TypedDict, total=False):
     enable_lora_bias: Any
     enable_mm_embeds: Any
     enable_prompt_embeds: Any
-    enable_return_routed_experts: Any
     enable_sleep_mode: Any
     enable_trace_replay: Any
     fail_on_environ_validation: Any

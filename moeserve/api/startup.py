@@ -229,6 +229,7 @@ def open_session(engine: EngineClient, observer: LoadObserver, texts: TextParts)
         num_replicas=config.parallel.data_parallel_size,
         grammars=None if texts.codec is None else grammars_of(config.texts.tokenizer_path, config.texts.vocab_size),
         kv_block_size=None if config.store.kv_transfer_address is None else config.cache.block_size,
+        routes=config.experts.routes,
     )
     return Session(engine, frontend, observer, max_requests=lambda: engine.config.max_requests_in_flight)
 

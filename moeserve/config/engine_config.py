@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from moeserve.config.hub_name import HubModel
+from moeserve.config.routes import RouteShape
 from moeserve.config.settings import (
     AttentionChoice,
     DeepEPApi,
@@ -169,6 +170,7 @@ class ExpertsConfig:
     placements: tuple[str, ...]  # for each layer with experts, its placement as JSON; empty: computed from loads
     rebalance: Literal["off", "auto"]
     rebalance_horizon: int  # steps
+    routes: RouteShape | None  # outputs have the experts of their tokens; None: they do not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,7 @@ class FailureConfig:
     weight_update_timeout: int  # seconds
     on_failure: Literal["end", "restart", "shrink"]
     debug_collectives: bool
-    debug_rank_state: bool  # all ranks report after each round; otherwise only the ranks that sample do
+    debug_rank_state: bool  # all ranks report their state after each round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,11 @@ class EngineConfig:
     def settings(self) -> dict[str, Any]:
         """Return the fields of all parts by name."""
         return {name: value for part in vars(self).values() for name, value in vars(part).items()}
+
+    @property
+    def gathers_reports(self) -> bool:
+        """True if all ranks report after each round; otherwise only the ranks that sample do."""
+        return self.failure.debug_rank_state or self.experts.routes is not None
 
     @property
     def max_requests_in_flight(self) -> int:

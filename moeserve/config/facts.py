@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from moeserve.config.devices import DeviceDefaults
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.needs import Needs
+from moeserve.config.routes import RouteShape
 from moeserve.config.settings import DtypeName
 
 Part = TypeVar("Part")  # a dataclass
@@ -38,6 +39,7 @@ class CheckpointFacts:
     num_sparse_layers: int  # layers with experts
     num_experts: int  # number of experts in each of these layers
     expert_shape: ExpertShape | None = None  # experts of each of these layers; None: experts are never sliced
+    route_shape: RouteShape | None = None  # None: the experts of tokens are not known to moeserve's code
     quantization: str | None = None  # the format of the weights, as config.json names it; None: not quantised
     has_mxfp4: bool = False  # experts are stored in MXFP4
     has_blocks: bool = False  # weights are in blocks of 4 to 6 bits, the formats of int4

@@ -5,7 +5,8 @@ from __future__ import annotations
 from moeserve.config.engine_config import ExpertsConfig, ScheduleConfig, WeightsConfig
 from moeserve.config.expert_layout import Numbers, resolve_expert_parallel
 from moeserve.config.facts import CheckpointFacts, Facts, from_settings
-from moeserve.config.settings import DispatcherName, ParallelSettings, Settings
+from moeserve.config.routes import RouteShape
+from moeserve.config.settings import CacheSettings, DispatcherName, ParallelSettings, Settings
 from moeserve.errors import SettingsError, shown
 
 
@@ -54,7 +55,31 @@ def resolve_experts(
         expert_loads=expert_loads,
         placements=placements,
         rebalance="auto" if parallel.rebalance == "auto" else "off",
+        routes=_route_shape(settings, facts) if settings.model.enable_return_routed_experts else None,
     )
+
+
+def _route_shape(settings: Settings, facts: Facts) -> RouteShape:
+    """Return the shape of routes, which outputs will have.
+
+    Raises:
+        SettingsError: the model has no experts, or another setting excludes routes.
+    """
+    name, shape = "enable_return_routed_experts=True", facts.checkpoint.route_shape
+    if shape is None:
+        raise SettingsError(f"{name} needs a model with experts that runs with moeserve's own code; leave it out")
+    cache, defaults = settings.cache, CacheSettings()
+    refusal = None
+    if facts.on_gpu:
+        refusal = "device='cuda'; use the CPU"
+    elif settings.parallel.has_overlap:
+        refusal = "overlap_decode_tokens and overlap_prefill_tokens; leave them out"
+    for other in ("kv_host_memory", "kv_folder", "kv_transfer_address"):  # these keep blocks without their routes
+        if (value := getattr(cache, other)) != getattr(defaults, other):
+            refusal = f"{other}={shown(value)}; leave one of them out"
+    if refusal is not None:
+        raise SettingsError(f"{name} does not allow {refusal}")
+    return shape
 
 
 def _choose_dispatcher(parallel: ParallelSettings, facts: Facts, *, is_invariant: bool) -> DispatcherName:

@@ -127,6 +127,9 @@ class ModelSettings:
         "drawn, after bias, penalties, temperature, min_p, top_k and top_p (for a prompt: after the temperature "
         "only); logits: not normalised",
     )
+    enable_return_routed_experts: bool = setting(
+        False, "outputs have the experts of their tokens, and LLM.score may be given them (docs/rl.md); on CPUs"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,6 @@ SETTINGS = {
     "hf_config_path": _setting("put config.json into the checkpoint's folder"),
     "calculate_kv_scales": _setting("an FP8 cache has a scale for each token and head"),
     "disable_sliding_window": _setting("set sliding_window in the checkpoint's config.json"),
-    "enable_return_routed_experts": _setting("use LLM.expert_load"),
     "kv_offloading_size": _setting("use kv_host_memory"),
 }
 
@@ -131,7 +130,6 @@ SAMPLING_PARAMETERS = {
     "logprob_token_ids": VllmOption("use logprobs, also -1 for all tokens", (None, [])),
     "prompt_logprob_token_ids": VllmOption("use prompt_logprobs, also -1 for all tokens", (None, [])),
     "prompt_logprob_start": VllmOption("prompt_logprobs are those of the whole prompt", (None, 0)),
-    "routed_experts_prompt_start": VllmOption("experts of tokens are not returned", (None, 0)),
     "thinking_token_budget": VllmOption("the length of reasoning is not limited; use max_tokens"),
     "repetition_detection": VllmOption("use repetition_penalty or frequency_penalty"),
     "watermarking": VllmOption("outputs have no watermark", (None, False)),

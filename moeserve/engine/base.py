@@ -236,6 +236,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
                 num_batches=1 if schedule.async_scheduling else schedule.max_concurrent_batches,
                 num_lookahead_tokens=schedule.num_lookahead_tokens,
                 other_groups=tuple(facts.group for facts in loaded[0].other_groups),
+                routes=config.experts.routes,
                 recomputes_drafts=config.cache.redoes_drafts,
             ),
             salt,

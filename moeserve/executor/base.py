@@ -21,7 +21,7 @@ class Executor(Protocol):
         """Send a round to all ranks, and return at once. They run rounds in order.
 
         `progress` completes the future, with the result from the rank that samples or with the error that ends this
-        executor. With `FailureConfig.debug_rank_state` it does so when all ranks have answered, and the result has the
+        executor. With `EngineConfig.gathers_reports` it does so when all ranks have answered, and the result has the
         reports of all.
         """
         ...

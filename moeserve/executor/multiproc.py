@@ -60,7 +60,7 @@ class MultiprocExecutor:
         first = sampling_rank(config)
         self._ranks = [*ranks[first:], *ranks[:first]]  # starts with the rank that samples
         self._pending: deque[Future[RoundResult]] = deque()
-        self._num_answering = len(ranks) if config.failure.debug_rank_state else 1
+        self._num_answering = len(ranks) if config.gathers_reports else 1
         self._answers: list[deque[RoundResult]] = [deque() for _ in ranks]  # by rank, in order of rounds
         self._transfers = TransferAnswers(len(ranks))
         loaded: dict[str, Loaded] = {}

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.needs import Needs, of_all
+from moeserve.config.routes import RouteShape
 from moeserve.kv.rules import CacheRules, groups_of
 from moeserve.layers.chunked_sums import keeps_bytes, num_expert_chunks, num_input_chunks
 from moeserve.layers.moe.layer import MoESpec
@@ -164,6 +165,20 @@ class ModelSpec:
             num_matrices=num_parts_of(moe.activation) + 1,
             slices_alike=tuple(number for number in range(1, num_chunks + 1) if keeps_bytes(num_chunks, number)),
             has_output_norm=moe.output_norm_epsilon is not None,
+        )
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """The shape of a token's routes; None if there are no experts."""
+        if self.first_moe is None:
+            return None
+        router = self.first_moe.router
+        decoder = self.layers[: self.num_decoder_layers]
+        return RouteShape(
+            num_layers=len(decoder),
+            layers=tuple(number for number, layer in enumerate(decoder) if layer.moes),
+            top_k=router.top_k,
+            num_experts=router.num_experts + router.num_zero_experts,
         )
 
     @property

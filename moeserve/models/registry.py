@@ -121,6 +121,7 @@ def read_facts(
         num_sparse_layers=description.model.num_sparse_layers,
         num_experts=description.model.num_experts,
         expert_shape=None if is_foreign else description.model.expert_shape,
+        route_shape=None if is_foreign else description.model.route_shape,
         quantization=description.weight_format.method,
         has_mxfp4=description.weight_format.is_mxfp4,
         has_blocks=description.weight_format.has_blocks,

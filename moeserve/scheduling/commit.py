@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from moeserve.kv.manager import CacheManager, ChunkItems, NewBlocks, Prefix, ToStore
 from moeserve.kv.transfers import BlockTransfers
 from moeserve.protocol import (
@@ -23,6 +25,7 @@ from moeserve.protocol import (
 )
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.route_store import RouteStore
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 
@@ -30,12 +33,17 @@ class PlannedChunk(NamedTuple):
     """A chunk of a plan in flight."""
 
     request: LiveRequest
+    start: int  # position of the first token
     num_tokens: int  # number of tokens without drafts
     num_drafts: int
     samples: bool
     num_prompt_rows: int  # number of prompt tokens whose log-probabilities it returns
     num_known: int  # number of the request's tokens that ranks have after this plan
     items: ChunkItems
+
+    def place(self) -> tuple[list[int], int, int]:
+        """Return the block table of all tokens, the position of the first one, and the number with drafts."""
+        return self.request.cache.tables[0], self.start, self.num_tokens + self.num_drafts
 
     def expected_state(self) -> ExpectedState:
         """Return the state that ranks have after the plan, once its result is committed."""
@@ -60,6 +68,9 @@ class PlansInFlight:
         self._owner_of_prompt: dict[int, LiveRequest] = {}  # running requests, by the identity of their prompts
         self._step = 0
         self._plans: deque[list[PlannedChunk]] = deque()
+        self._routes: RouteStore | None = None
+        if config.routes is not None:
+            self._routes = RouteStore(config.routes, config.num_blocks, config.block_size)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -134,6 +145,9 @@ class PlansInFlight:
         step = self._step - len(self._plans)
         assert result.step == step, f"step {step}: got the result of step {result.step}"
         assert len(chunks) == len(result.chunks), f"step {step}: chunks are missing"
+        if self._routes is not None:
+            self._routes.store([chunk.place() for chunk in chunks], reports)
+        reports = [report for report in reports if report.digests]
         updates, expected = [], []
         for chunk, chunk_result in zip(chunks, result.chunks, strict=True):
             is_kept = not chunk.request.ended and chunk_result.error is None
@@ -193,7 +207,8 @@ class PlansInFlight:
         if not request.is_prefilling:
             self.prefilling.discard(request)
         num_known = len(request.token_ids) + (request.num_unknown if self._config.plans_ahead else 0)
-        return PlannedChunk(request, num_tokens, num_drafts, samples, num_prompt_rows, num_known, items)
+        start = request.num_planned - num_tokens
+        return PlannedChunk(request, start, num_tokens, num_drafts, samples, num_prompt_rows, num_known, items)
 
     def _finish_chunk(self, chunk: PlannedChunk, *, is_kept: bool) -> None:
         """Update the chunk's request after its plan has ended.
@@ -223,6 +238,8 @@ class PlansInFlight:
         request.collect_prompt_logprobs(result.prompt_logprobs)
         start = request.num_computed - chunk.num_tokens
         update = self._append_tokens(chunk, result) if chunk.samples else None
+        if update is not None and self._routes is not None:
+            update = self._with_routes(update, request, self._routes)
         self._note_computed(self._caches.end_tokens(request, request.num_computed - start))
         if update is not None and update.finish_reason is not None:
             if self._transfers is not None and request.request.kv_handle:
@@ -248,6 +265,14 @@ class PlansInFlight:
         request.num_computed += num_computed
         request.num_planned += num_computed
         return update
+
+    def _with_routes(self, update: RequestUpdate, request: LiveRequest, routes: RouteStore) -> RequestUpdate:
+        """Return an update with the experts of the tokens up to the last one, which is not computed yet."""
+        end = len(request.token_ids) - 1
+        start = end - len(update.token_ids)
+        if start < request.num_prompt_tokens:
+            start = request.request.params.routed_experts_prompt_start
+        return msgspec.structs.replace(update, routes=routes.read(request.cache.tables[0], start, end))
 
     def _note_computed(self, items: ToStore) -> None:
         """Report computed items, given with their places, to the store behind the cache, if there is one."""

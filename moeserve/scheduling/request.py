@@ -92,6 +92,7 @@ class LiveRequest:
             params=request.params,
             seed=request.seed,
             end_token_ids=[*request.eos_token_ids, *request.params.stop_token_ids],
+            forced_routes=request.forced_routes,
         )
 
     def collect_prompt_logprobs(self, rows: list[LogprobRows]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moeserve.config.routes import RouteShape
 from moeserve.kv.rules import CacheGroup
 
 
@@ -27,4 +28,5 @@ class SchedulerConfig:
     num_lookahead_tokens: int = 0
     # Groups of layers that keep less than all tokens, each with the number of places for its items.
     other_groups: tuple[CacheGroup, ...] = ()
+    routes: RouteShape | None = None  # updates have the experts of tokens; None: they do not
     recomputes_drafts: bool = False  # accepted drafts must be computed again, because layers do not keep their changes

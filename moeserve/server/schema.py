@@ -285,6 +285,7 @@ class SamplingFields(TransferFields, ClientFields):
     allowed_token_ids: Annotated[list[TokenId], Bounded(LIMITS.max_allowed_token_ids)] | None = None
     logits_processors: Annotated[Any, Refused("code of requests is never run")] = None
     truncate_prompt_tokens: int | None = None
+    routed_experts_prompt_start: int | None = None
     early_stopping: Annotated[Any, Refused("it belongs to beam search")] = None
     spaces_between_special_tokens: Annotated[Any, Ignored("no spaces are added between tokens")] = None
     return_token_ids: bool | None = None

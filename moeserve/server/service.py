@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
+import io
 import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from moeserve.api.answers import find_family, readable_params
 from moeserve.api.async_llm import AsyncLLM
@@ -29,6 +33,7 @@ logger = logging.getLogger(__name__)
 AHEAD = 0.25
 SECONDS_BETWEEN_LOOKS = 0.25  # interval between checks of the number of replicas
 MAX_LOGGED_FIELDS = 256  # number of unknown fields that are logged
+END_FIELDS = ("weight_versions", "routed_experts")  # of a choice; see `Service.end_fields`
 MAX_PREPARED = 2  # number of prompts that are rendered and tokenized at once
 # Time for requests that were ended to send their errors; the shorter one applies after a second signal.
 SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
@@ -120,11 +125,19 @@ class Service:
         """True if an aborted output is one that a pause has ended."""
         return self.llm.config.weights.rl and not self.admission.is_closed
 
-    def versions_of(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return the field of a choice that names the versions of the weights, at the end of an output with `rl`."""
-        if output.finish_reason is None or not self.llm.config.weights.rl:
-            return {}
-        return {"weight_versions": [(span.version, span.start, span.stop) for span in output.weight_versions]}
+    def end_fields(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the fields that a choice has at the end of its output, for trainers.
+
+        Its "weight_versions" with `rl`, and its "routed_experts", the base64 form of a file of numpy, with routes.
+        """
+        fields: dict[str, Any] = {}
+        if output.finish_reason is not None and self.llm.config.weights.rl:
+            fields["weight_versions"] = [(span.version, span.start, span.stop) for span in output.weight_versions]
+        if output.routed_experts is not None:
+            file = io.BytesIO()
+            np.save(file, output.routed_experts, allow_pickle=False)
+            fields["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        return fields
 
     def require_model(self, name: str | None) -> str:
         """Return the model's name for the response.

@@ -54,9 +54,11 @@ class StepSizes(NamedTuple):
     def of(cls, step: StepInputs) -> StepSizes | None:
         """Return the sizes of a step; None if it cannot be captured.
 
-        Steps in which recurrent states are passed between tokens of a chunk cannot be captured.
+        Steps in which recurrent states are passed between tokens of a chunk, or experts are forced, cannot be captured.
         """
         num_tokens, num_rows = len(step.token_ids), step.max_rows_per_chunk
+        if step.forced_routes is not None:
+            return None
         if not 0 < num_tokens <= MAX_TOKENS or any(span.num_rows != num_rows for span in step.spans):
             return None
         num_drafts = step.spans[0].num_drafts

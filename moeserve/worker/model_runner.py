@@ -17,6 +17,7 @@ from moeserve.errors import MoeserveError
 from moeserve.models.rank_model import RankModel
 from moeserve.ops import sampling as sampling_operations
 from moeserve.ops.sampling.interface import SamplingOperations
+from moeserve.protocol import RouteRows
 from moeserve.step_inputs import ChunkSpan, StateRows, StepInputs
 from moeserve.worker.device_copies import Array, HostInputs, copies_for
 from moeserve.worker.drafting import Drafter, SampledStep
@@ -25,6 +26,7 @@ from moeserve.worker.overlap import overlapped
 from moeserve.worker.pending_step import PendingStep
 from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import NO_STATES, UNKNOWN_TOKEN, Chunk, RequestState, RequestTable
+from moeserve.worker.route_buffer import RouteBuffer
 from moeserve.worker.sampler import SampledRows, SampleSpec, needs_tokens, prompt_logprobs, sample, sample_spec
 from moeserve.worker.step_runner import StepOutputs, StepRunner
 
@@ -45,6 +47,7 @@ class ModelRunner:
         appends_samples: bool = True,
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
+        routes: RouteBuffer | None = None,
     ) -> None:
         """
         Args:
@@ -52,6 +55,7 @@ class ModelRunner:
             appends_samples: append sampled tokens to the table, because later plans do not contain them.
             grammars: grammars of requests; None: no request has a grammar.
             drafter: drafter of tokens for later steps; None: no speculative decoding.
+            routes: memory of the experts of a step's tokens; None: they are not reported.
         """
         self.model = model
         self.context = context
@@ -60,6 +64,7 @@ class ModelRunner:
         self.appends_samples = appends_samples
         self.grammars = grammars
         self.drafter = drafter
+        self.routes = routes
         self.copies = copies_for(table, context.device)
 
     @functools.cached_property
@@ -90,10 +95,11 @@ class ModelRunner:
         step = self.build_inputs(chunks, num_tokens, padded_to)
         if overlaps:
             step = overlapped(step, tp=self.context.mesh.tp, tp_rank=self.context.tp_rank)
-        outputs = self.step_runner(step)
+        outputs, routes = self._run(step, chunks)
+        raise_failure = self.model.groups.raise_failure
         if self.model.head is None:  # a later pipeline stage samples
             nothing = self.copies.start_reading([torch.zeros(0)])
-            return PendingStep(chunks=[], sampling=[], reading=nothing, raise_failure=self.model.groups.raise_failure)
+            return PendingStep(chunks=[], sampling=[], reading=nothing, raise_failure=raise_failure, routes=routes)
         # Computing logits is collective, so all tp ranks do it.
         sampling = [chunk for chunk in chunks if chunk.samples]
         sampled = self._sample(outputs, step, chunks, sampling, previous) if sampling else None
@@ -104,8 +110,7 @@ class ModelRunner:
         ]
         is_finite = torch.zeros(0)
         if len(sampling) < len(chunks):
-            last_rows_SD = outputs.hidden_TD.index_select(0, step.row_starts[1:] - 1)
-            is_finite = last_rows_SD.isfinite().all(dim=1)
+            is_finite = outputs.hidden_TD.index_select(0, step.row_starts[1:] - 1).isfinite().all(dim=1)
         of_drafter = self._start_drafter(step, chunks, outputs, sampled, num_tokens, num_sampling)
         tensors = [
             is_finite,
@@ -121,11 +126,19 @@ class ModelRunner:
             num_draft_tensors=len(of_drafter),
             reading=self.copies.start_reading(tensors),
             appends_samples=self.appends_samples,
-            raise_failure=self.model.groups.raise_failure,
+            raise_failure=raise_failure,
+            routes=routes,
         )
         if self.appends_samples:
             self.table.append_tokens(sampling, [UNKNOWN_TOKEN] * len(sampling))
         return started
+
+    def _run(self, step: StepInputs, chunks: Sequence[Chunk]) -> tuple[StepOutputs, RouteRows | None]:
+        """Run the layers. Also return the experts of this rank's rows, if they are reported. Collective: all ranks."""
+        if self.routes is None:
+            return self.step_runner(step), None
+        outputs = self.step_runner(self.routes.forced(step, chunks))
+        return outputs, self.routes.read(step.tp_sizes[self.context.tp_rank])
 
     def _start_drafter(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 from torch import Tensor
 
-from moeserve.protocol import ChunkResult, LogprobRows
+from moeserve.protocol import ChunkResult, LogprobRows, RouteRows
 from moeserve.worker.device_copies import Reading
 from moeserve.worker.drafting import Drafter, accepted_tokens
 from moeserve.worker.request_table import Chunk
@@ -29,6 +29,7 @@ class PendingStep:
     num_draft_tensors: int = 0  # number of tensors for the drafter, which are the last in `reading`
     appends_samples: bool = False  # replace UNKNOWN_TOKEN in the requests by the sampled tokens
     raise_failure: Callable[[], None]  # raises the error of a collective of this step
+    routes: RouteRows | None = None  # of this rank's rows; None: routes are not reported
     _results: list[ChunkResult] | None = field(default=None, init=False)
 
     @property

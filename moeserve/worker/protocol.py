@@ -35,7 +35,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def answers(self) -> bool:
         """True if this rank sends the results of rounds."""
-        return self.samples or self.config.failure.debug_rank_state
+        return self.samples or self.config.gathers_reports
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

@@ -29,6 +29,7 @@ class RequestState:
     params: RequestParams
     seed: int
     end_token_ids: list[int]
+    forced_routes: bytes = b""  # see `Request`
     matcher: Matcher | None = None  # matcher of params.grammar, only on the rank that samples, after its first sample
     state_row: int = -1  # row of the state before its next token; -1: zeros
     own_state_row: int = -1  # row to which its chunks write the state after them
@@ -174,6 +175,7 @@ class RequestTable:
             params=registration.params,
             seed=registration.seed,
             end_token_ids=registration.end_token_ids,
+            forced_routes=registration.forced_routes,
             state_row=-1 if registration.cache.row is None else registration.cache.row,
             own_state_row=registration.slot,
         )

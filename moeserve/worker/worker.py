@@ -56,6 +56,7 @@ from moeserve.worker.protocol import GroupFacts, Loaded, StoreFacts
 from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.room import num_states_of
+from moeserve.worker.route_buffer import route_buffer_of
 from moeserve.worker.step_runner import EagerSteps, StepRunnerFactory
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,7 @@ class Worker:
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
         self._transfers: Transfers | None = None  # set by `start_transfers`
-        address = self._sender.address if self._sender else ""
-        other_groups = self._other_groups(config, model)
+        address, other_groups = self._sender.address if self._sender else "", self._other_groups(config, model)
         self.facts = Loaded(self.num_blocks, store_facts, address, other_groups, loaded.file_hashes)
         self.runner = ModelRunner(
             model,
@@ -138,6 +138,7 @@ class Worker:
             appends_samples=config.schedule.async_scheduling,
             grammars=grammars_of(config.texts.tokenizer_path, config.texts.vocab_size),
             drafter=drafter_of(config, model, caches),
+            routes=route_buffer_of(config, model),
         )
         self.prepare_thread()
         self.capture_ahead()  # the smallest step, which comes first
@@ -302,7 +303,7 @@ class Worker:
                 num_padding_tokens=0 if padded_to is None else padded_to - own_tokens,
                 agreement_seconds=started - arrived,
                 step_seconds=seconds,
-                reports=self._reports(work.plan),
+                reports=self._reports(work.plan, step),
             )
 
         self._previous = PendingRound(agreement, step, finish)
@@ -336,9 +337,11 @@ class Worker:
         with in_phase(Phase.UPDATING):
             return self._loaded.updates.run(command)
 
-    def _reports(self, plan: StepPlan | None) -> list[RankReport]:
-        slots = plan.slots if plan else []
-        return [RankReport(self.groups.rank, self.runner.table.digests(slots))] if self._reports_state else []
+    def _reports(self, plan: StepPlan | None, step: PendingStep | None) -> list[RankReport]:
+        if plan is None or not (self._reports_state or self.runner.routes):
+            return []
+        digests = self.runner.table.digests(plan.slots) if self._reports_state else []
+        return [RankReport(self.groups.rank, digests, None if step is None else step.routes)]
 
     def _start_step(
         self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None

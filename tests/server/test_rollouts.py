@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from running_server import MODEL, RunningServer, running
 from safetensors.torch import load_file, save_file
@@ -172,3 +176,25 @@ def test_several_processes_pause_one_engine(default_cache: Any) -> None:
         for _ in range(4):  # requests reach both processes
             assert server.post("/pause?mode=wait", "admin") == 200
             assert server.post("/resume", "admin") == 200
+
+
+def test_choices_have_the_experts_of_their_tokens(server: RunningServer) -> None:
+    """As the base64 form of a file of numpy, also in the last event of a stream."""
+    body = {"model": MODEL, "prompt": [3, 1, 4, 1, 5], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    folder = server.llm.config.weights.model_path
+    llm = AsyncLLM(folder, dtype="float32", max_model_len=64, enable_return_routed_experts=True, show_progress=False)
+    with running(llm) as own, own.http() as http:
+        found = []
+        for late in ({}, {"routed_experts_prompt_start": 3}):
+            (choice,) = http.post("/v1/completions", json=body | late).json()["choices"]
+            found.append(np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False))
+        num_layers = llm.config.experts.routes.num_layers  # type: ignore[union-attr]
+        assert found[0].shape == (8, num_layers, 2)
+        assert np.array_equal(found[1], found[0][3:])
+        chat = body | {"messages": [{"role": "user", "content": "a"}]}
+        del chat["prompt"]
+        assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["routed_experts"]
+        lines = http.post("/v1/completions", json=body | {"stream": True}).text.splitlines()
+        events = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        assert [bool(event.get("routed_experts")) for event in events] == [False] * (len(events) - 1) + [True]
+    llm.shutdown()

@@ -36,6 +36,14 @@ class Routing:
         return Routing(self.experts_TK.masked_fill(padding_T[:, None], -1), self.weights_TK)
 
 
+@dataclass(frozen=True)
+class RoutePlace:
+    """The place of a layer's routes in a step, for a rank that reports or is given the experts of tokens."""
+
+    layer: int  # index in `StepInputs.forced_routes`
+    memory_TK: Tensor  # int64: where the experts of a step's rows are written, which the next step overwrites
+
+
 class Router(nn.Module):
     """Chooses experts in float32 for any model dtype, because rounding could change the choice."""
 
@@ -52,6 +60,7 @@ class Router(nn.Module):
             self.table = context.parameter(config.table_size, config.top_k, dtype=torch.int64)
         self.gather = pairs.make(context.backend).gather
         self.kernel = routing.make(context.backend, config)
+        self.route_place: RoutePlace | None = None
 
     def rows(self, at: At, factor: float = 1.0, may_lack_correction: bool = False, num_fixed: int = 0) -> Iterator[Row]:
         """Yield the weight mapping of this module, whose weights are whole on every rank.
@@ -96,4 +105,15 @@ class Router(nn.Module):
         if self.table is not None:
             assert step is not None
             given_TK = self.gather(self.table, step.token_ids[step.own_rows])
-        return Routing(*self.kernel(hidden_TD, self.weight, self.bias, self.correction, given_TK, self.factors))
+        if self.route_place is None:
+            return self._route(hidden_TD, given_TK)
+        memory_TK = self.route_place.memory_TK[: len(hidden_TD)]
+        routing = self._route(hidden_TD, given_TK, memory_TK)
+        if step is None or step.forced_routes is None:
+            return routing
+        forced_TK = step.forced_routes[self.route_place.layer][step.own_rows]
+        return self._route(hidden_TD, forced_TK.where(forced_TK >= 0, routing.experts_TK), memory_TK)
+
+    def _route(self, hidden_TD: Tensor, given_TK: Tensor | None, out_TK: Tensor | None = None) -> Routing:
+        parameters = self.weight, self.bias, self.correction
+        return Routing(*self.kernel(hidden_TD, *parameters, given_TK, self.factors, out_TK))

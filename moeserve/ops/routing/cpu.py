@@ -28,9 +28,10 @@ class CpuRouter:
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
         factors_E: Tensor | None = None,
+        out_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden_TD.shape[0]
-        experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64)
+        experts_TK = torch.empty(num_tokens, self._top_k, dtype=torch.int64) if out_TK is None else out_TK
         weights_TK = torch.empty(num_tokens, self._top_k, dtype=torch.float32)
         tensors = hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK
         self._native.route(*tensors, **self._rules, given=given_TK, factors=factors_E)

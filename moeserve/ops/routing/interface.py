@@ -69,6 +69,7 @@ class RouteTokens(Protocol):
         weight_ED: float32, like bias_E and correction_E.
         given_TK: the experts of each token, int64, if logits only determine weights.
         factors_E: float32, multiply the weights.
+        out_TK: int64, contiguous: memory for the experts, which are then returned in it. On CPUs only.
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.
@@ -82,6 +83,7 @@ class RouteTokens(Protocol):
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
         factors_E: Tensor | None = None,
+        out_TK: Tensor | None = None,
         /,
     ) -> tuple[Tensor, Tensor]: ...
 

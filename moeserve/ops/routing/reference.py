@@ -29,6 +29,7 @@ class TorchRouter:
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
         factors_E: Tensor | None = None,
+        out_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         scores_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
@@ -43,6 +44,8 @@ class TorchRouter:
         if config.num_groups > 1:
             ranked_TE = self._keep_best_groups(ranked_TE)
         experts_TK = ranked_TE.topk(config.top_k, dim=-1).indices if given_TK is None else given_TK
+        if out_TK is not None:
+            experts_TK = out_TK.copy_(experts_TK)
         weights_TK = scores_TE.gather(-1, experts_TK)
         if config.scoring == "softmax_of_chosen":
             weights_TK = weights_TK.softmax(dim=-1)

@@ -33,8 +33,10 @@ class TritonRouter:
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
         factors_E: Tensor | None = None,
+        out_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert factors_E is None, "models with factors of experts run on CPUs"
+        assert out_TK is None, "routes are returned on CPUs alone"
         if given_TK is not None:  # only in a few layers of a model
             return self._reference(hidden_TD, weight_ED, bias_E, correction_E, given_TK)
         if not can_weigh(hidden_TD, weight_ED):
@@ -60,8 +62,10 @@ class OrderedRouter:
         correction_E: Tensor | None,
         given_TK: Tensor | None = None,
         factors_E: Tensor | None = None,
+        out_TK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert given_TK is None, "models whose experts follow from token ids run on CPUs"
         assert factors_E is None, "models with factors of experts run on CPUs"
+        assert out_TK is None, "routes are returned on CPUs alone"
         logits_TE = chunked_matmul(hidden_TD.float(), weight_ED, bias_O=bias_E)
         return route(logits_TE, correction_E, top_k=self._top_k, **self._rules)

@@ -168,6 +168,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None
     token_ids: list[int] | None = None
     weight_versions: list[tuple[str, int, int]] | None = None
+    routed_experts: str | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -360,7 +361,7 @@ class _Answer:
                 finish: dict[str, Any] = {"finish_reason": reason, "stop_reason": delta.output.stop_reason}
                 if self._body.return_token_ids:
                     finish["token_ids"] = delta.output.token_ids
-                finish |= self._service.versions_of(delta.output)
+                finish |= self._service.end_fields(delta.output)
                 yield delta.output.index, part, finish, self._logprobs(delta.output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from moeserve.server.schema import (
     finite,
     usage,
 )
-from moeserve.server.service import Service
+from moeserve.server.service import END_FIELDS, Service
 
 # A place in the text, a token there, and the log-probabilities of tokens there; None at the start of a prompt.
 _Position: TypeAlias = tuple[int, int, dict[int, Logprob] | None]
@@ -63,6 +63,7 @@ class CompletionChoice(BaseModel):
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
     weight_versions: list[tuple[str, int, int]] | None = None
+    routed_experts: str | None = None
 
 
 class Completion(BaseModel):
@@ -128,8 +129,7 @@ class _Answer:
                 if choice is not piece:
                     choice["text"] += piece["text"]
                     choice |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
-                    if "weight_versions" in piece:
-                        choice["weight_versions"] = piece["weight_versions"]
+                    choice |= {name: piece[name] for name in END_FIELDS if name in piece}
                     if "token_ids" in piece:
                         choice["token_ids"] += piece["token_ids"]
                     if piece["logprobs"] is not None:
@@ -207,7 +207,7 @@ class _Answer:
             piece["token_ids"] = list(token_ids)
             if is_first:
                 piece["prompt_token_ids"] = output.prompt_token_ids
-        return piece | self._service.versions_of(gained)
+        return piece | self._service.end_fields(gained)
 
     def _echo(self, prompt: str | list[int], output: RequestOutput) -> str:
         if isinstance(prompt, str):
