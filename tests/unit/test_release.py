@@ -38,7 +38,8 @@ def repository(tmp_path: Path) -> Path:
 def release(folder: Path) -> str:
     """Run the script, which must fail and tag nothing. Return its output."""
     tags = git(folder, "tag")
-    run = subprocess.run([str(folder / "release/release.sh")], env=os.environ | IDENTITY, capture_output=True, text=True)
+    script = folder / "release/release.sh"
+    run = subprocess.run([str(script)], env=os.environ | IDENTITY, capture_output=True, text=True)
     assert run.returncode != 0
     assert git(folder, "tag") == tags
     return run.stdout + run.stderr
