@@ -23,6 +23,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
 GRAPHS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in GRAPHS for target in panel["targets"]]
+ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
 OF_DRAFTS = "moeserve_spec_decode_num_accepted_tokens_per_pos"  # has no samples without drafts
 GRID_WIDTH = 24  # columns, in Grafana
 needs_prometheus = pytest.mark.skipif(
@@ -44,12 +45,12 @@ def metrics(server: RunningServer) -> str:
         return http.get("/metrics").text
 
 
-def test_every_metric_of_the_dashboard_exists(tiny_server: RunningServer) -> None:
+def test_every_metric_of_dashboard_and_alerts_exists(tiny_server: RunningServer) -> None:
     answer_requests(tiny_server)
     families = text_string_to_metric_families(metrics(tiny_server))
-    known = {sample.name for family in families for sample in family.samples} | {f"{OF_DRAFTS}_total"}
-    for query in QUERIES:
-        names = set(re.findall(r"\bmoeserve_\w+", query))
+    known = {"up"} | {sample.name for family in families for sample in family.samples} | {f"{OF_DRAFTS}_total"}
+    for query in [*QUERIES, *(rule["expr"] for rule in ALERTS)]:
+        names = set(re.findall(r"\b(?:moeserve_\w+|up)\b", query))
         assert names, query
         assert names <= known, query
 
@@ -117,11 +118,19 @@ def test_promtool_accepts_the_configuration_and_the_metrics(tiny_server: Running
     assert [line.split()[0] for line in complaints] == ["moeserve_iteration_tokens_total"]  # the name is vLLM's
 
 
+@needs_prometheus
+def test_when_alerts_fire() -> None:
+    rules = Path(__file__).with_name("alerts.test.yml")
+    run = subprocess.run(["promtool", "test", "rules", rules], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.fixture
 def prometheus(tiny_server: RunningServer, tmp_path: Path) -> Iterator[httpx.Client]:
     """A Prometheus that scrapes the server as in the example, but more often."""
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     config["global"]["scrape_interval"] = "1s"
+    config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
     (job,) = config["scrape_configs"]
     job["static_configs"] = [{"targets": [tiny_server.url.removeprefix("http://")]}]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
