@@ -155,6 +155,10 @@ class SettingArguments(TypedDict, total=False):
     max_concurrent_batches: int | None
     """most steps in flight at once; none: one for each pipeline stage; with one stage, 2 with async scheduling (an
     integer from 1 to 2**31 - 1 or None; default: None)."""
+    expert_turn_wait: float
+    """with expert_memory: most seconds that a request waits for its next token while others decode, because fewer
+    at once find more experts in memory; turns begin only where they are faster; 0: all decode at once (a number
+    from 0 to 3600; default: 5.0)."""
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None
     """such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft what followed an earlier occurrence of
     the last tokens; mtp: draft with the checkpoint's multi-token prediction layer (a dict (in JSON, an object) or

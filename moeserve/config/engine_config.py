@@ -107,6 +107,7 @@ class ScheduleConfig:
     max_queued_requests: int
     async_scheduling: bool
     max_concurrent_batches: int
+    longest_turn_wait: float  # seconds; 0: decoding requests take no turns
     speculative_config: SpeculativeConfig | None
 
     @property

@@ -36,6 +36,7 @@ def resolve_schedule(settings: Settings, facts: Facts) -> ScheduleConfig:
         max_num_seqs=scheduler.max_num_seqs or facts.device.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens or facts.device.max_num_batched_tokens,
         async_scheduling=plans_ahead,
+        longest_turn_wait=scheduler.expert_turn_wait if settings.model.expert_memory is not None else 0.0,
         max_concurrent_batches=scheduler.max_concurrent_batches or (2 if plans_ahead else num_stages),
     )
 

@@ -224,6 +224,11 @@ class SchedulerSettings:
         None,
         "most steps in flight at once; none: one for each pipeline stage; with one stage, 2 with async scheduling",
     )
+    expert_turn_wait: Annotated[float, msgspec.Meta(ge=0, le=3600)] = setting(
+        5.0,
+        "with expert_memory: most seconds that a request waits for its next token while others decode, because fewer "
+        "at once find more experts in memory; turns begin only where they are faster; 0: all decode at once",
+    )
     speculative_config: SpeculativeConfig | None = setting(
         None,
         'such as {"method": "ngram", "num_speculative_tokens": 4}; ngram: draft what followed an earlier '

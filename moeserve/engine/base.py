@@ -237,6 +237,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
                 num_lookahead_tokens=schedule.num_lookahead_tokens,
                 other_groups=tuple(facts.group for facts in loaded[0].other_groups),
                 routes=config.experts.routes,
+                longest_turn_wait=schedule.longest_turn_wait,
                 recomputes_drafts=config.cache.redoes_drafts,
             ),
             salt,

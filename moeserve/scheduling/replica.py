@@ -265,8 +265,7 @@ class Replica:
         assert step_result is not None, f"step {ended.plan.step} has no result"
         for update in self._scheduler.commit(step_result, result.reports):
             self._queue_update(update)
-        if self._scheduler.transfers is not None:
-            self._scheduler.transfers.note_step(ended.plan.num_tokens, result.step_seconds)
+        self._scheduler.note_step(ended.plan, result.step_seconds)
 
     def _handle(self, message: ReplicaMessage) -> None:
         match message:

@@ -30,6 +30,7 @@ class LiveRequest:
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
     num_passed: int = 0  # number of later requests that were admitted before this one
     may_load: bool = True  # may load blocks from a store behind the cache; once per admission
+    turn: int | None = None  # number of its last turn; None: it has had none (`turns.py`)
     kv_source: PeerBlocks | None = field(init=False)  # blocks to receive before admission
     ended: bool = False
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token

@@ -7,7 +7,7 @@ oldest request therefore always advances. `schedule` may be called again before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from moeserve.errors import RequestError
@@ -30,6 +30,7 @@ from moeserve.scheduling.admission import AdmissionQueue
 from moeserve.scheduling.commit import PlansInFlight
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 from moeserve.scheduling.scheduler_config import SchedulerConfig
+from moeserve.scheduling.turns import Turns
 
 # A prompt is long while its remaining tokens would take more than this number of steps if it ran alone.
 STEPS_OF_LONG_PROMPT = 4
@@ -113,6 +114,7 @@ class Scheduler:
         self._queue = AdmissionQueue(config, self._caches, self.transfers)
         self._plans = PlansInFlight(config, self._caches, self.transfers)
         self._running = self._plans.running
+        self._turns = Turns(config.longest_turn_wait) if config.longest_turn_wait else None
 
     @property
     def has_work(self) -> bool:
@@ -246,6 +248,10 @@ class Scheduler:
         step = _Step(num_tokens, num_prefill_tokens)
         num_preemptions = self.num_preemptions
         has_room = self._continue_running(step)
+        while (num_now := self.num_preemptions) > num_preemptions and not step.chunks:
+            has_room = self._continue_running(step)  # those whose turn it was were preempted
+            if self.num_preemptions == num_now:
+                break
         if has_room and self.num_preemptions == num_preemptions:
             self._admit_waiting(step)
             self._extend_prompts(step)
@@ -268,6 +274,13 @@ class Scheduler:
             RankStateError: a rank has another state of a request.
         """
         return self._plans.commit(result, reports)
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Note how long the step of a committed plan took."""
+        if self.transfers is not None:
+            self.transfers.note_step(plan.num_tokens, seconds)
+        if self._turns is not None:
+            self._turns.note_step(plan.num_tokens, seconds, is_decode_only=plan.is_decode_only)
 
     def abort_step(self) -> list[RequestUpdate]:
         """End only the requests of the oldest plan, whose step has failed. Its results are discarded."""
@@ -298,7 +311,7 @@ class Scheduler:
         Return False if a request cannot grow now; newer requests may then not get blocks.
         """
         share = self._share_of_plan(len(self._running))
-        ready = [request for request in self._running.values() if self._may_continue(request)][:share]
+        ready = [request for request in self._in_turn() if self._may_continue(request)][:share]
         prompts = [request.num_unplanned for request in ready if request in self._plans.prefilling]
         most_for_prompts = max(step.num_tokens - (len(ready) - len(prompts)), 1)
         step.num_prefill_tokens = min(step.num_prefill_tokens, most_for_prompts)
@@ -314,6 +327,16 @@ class Scheduler:
             self._allocate(request, num_tokens, step)
             step.add(request, num_tokens)
         return True
+
+    def _in_turn(self) -> Collection[LiveRequest]:
+        """Return the running requests, oldest first, of which decoding ones may take turns.
+
+        All decode while prompts run, which read most experts anyway.
+        """
+        if self._turns is None or self._plans.prefilling:
+            return self._running.values()
+        in_turn = self._turns.choose([*self._running.values()])
+        return [request for request in self._running.values() if request in in_turn]
 
     def _admit_waiting(self, step: _Step) -> None:
         """Start waiting requests until the step is full."""

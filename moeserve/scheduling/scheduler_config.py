@@ -29,4 +29,6 @@ class SchedulerConfig:
     # Groups of layers that keep less than all tokens, each with the number of places for its items.
     other_groups: tuple[CacheGroup, ...] = ()
     routes: RouteShape | None = None  # updates have the experts of tokens; None: they do not
+    # Seconds that a decoding request may wait while others have their turns; 0: all decode at once (`turns.py`)
+    longest_turn_wait: float = 0.0
     recomputes_drafts: bool = False  # accepted drafts must be computed again, because layers do not keep their changes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from moeserve.errors import CheckpointError, EngineError, SettingsError
 from moeserve.models.expert_store.budget import AUTO_SHARE, choose_budget, expert_sizes, moe_layers
 from moeserve.models.registry import describe
 from moeserve.models.summary import cpu_model, loading_memory
+from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.turns import Turns
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
@@ -246,3 +248,28 @@ def test_settings_that_exclude_it(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         start(reference_named("mixtral-odd"), **options)
+
+
+def test_requests_in_turns_get_the_same_tokens(
+    reference_named: Callable[[str], Reference], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, params = reference_named("mixtral-odd"), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [[3 + index, 1, 4] for index in range(4)]
+    num_waiting = []
+    choose = Turns.choose
+
+    def spy(turns: Turns, decoding: Sequence[LiveRequest]) -> set[LiveRequest]:
+        chosen = choose(turns, decoding)
+        num_waiting.append(len(decoding) - len(chosen))
+        return chosen
+
+    monkeypatch.setattr(Turns, "choose", spy)
+    with start(reference, dtype="float32") as llm:
+        expected = given(llm, prompts, params)
+    assert not num_waiting, "all experts are in memory"
+    memory = least_memory(reference, dtype="float32")
+    for wait, takes_turns in ((5.0, True), (0.0, False)):
+        with start(reference, dtype="float32", expert_memory=memory, expert_turn_wait=wait) as llm:
+            assert given(llm, prompts, params) == expected
+        assert any(num_waiting) == takes_turns
+        num_waiting.clear()

@@ -5,6 +5,7 @@ tested in test_scheduling_states.py.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -72,6 +73,7 @@ def step(scheduler: Scheduler, token_id: int = 1) -> tuple[list[Chunk], list[Req
     result = result_of(chunks, plan.step, token_id)
     table.append_tokens(chunks, [token_id] * sum(chunk.samples for chunk in chunks))
     updates = scheduler.commit(result)
+    scheduler.note_step(plan, 0.01 * plan.num_tokens**2)  # few requests at once are faster
     scheduler.check_invariants()
     return chunks, updates
 
@@ -209,6 +211,19 @@ def test_admission_leaves_room_to_grow(
     for each in waiting:
         scheduler.add(each)
     assert (len(step(scheduler)[0]) > 1) == is_admitted
+
+
+def test_requests_whose_turn_it_is_may_all_be_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=32, max_model_len=128, longest_turn_wait=5.0)
+    for name in "abc":
+        scheduler.add(request(name, 8, max_tokens=100))
+    tokens: Counter[str] = Counter()
+    while scheduler.has_work:
+        _, updates = step(scheduler)
+        for update in updates:
+            tokens[update.request_id] += len(update.token_ids)
+    assert scheduler.num_preemptions > 0
+    assert tokens == {"a": 100, "b": 100, "c": 100}
 
 
 def test_a_long_request_is_passed_by_a_bounded_number_of_short_ones() -> None:

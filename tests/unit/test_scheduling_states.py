@@ -239,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts=st.sampled_from([0, 3, 1]),
         window=st.sampled_from([0, 0, 3, 1, 6]),
         num_spare_window_blocks=st.integers(0, 8),
+        takes_turns=st.booleans(),
     )
     def start(
         self,
@@ -256,6 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts: int = 0,
         window: int = 0,
         num_spare_window_blocks: int = 0,
+        takes_turns: bool = False,
     ) -> None:
         self.num_drafts = 0 if plans_ahead else num_drafts
         self.block_size = block_size
@@ -281,6 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             plans_ahead=plans_ahead,
             num_batches=1 if plans_ahead else max_plans,
             other_groups=tuple(groups),
+            longest_turn_wait=float(takes_turns),
         )
         self.tier = HostTier(dict.fromkeys(CacheKind, num_host_blocks)) if num_host_blocks else None
         self.peer_addresses = ["127.0.0.1:1"] if has_peers else []
@@ -562,6 +565,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             results = zip(each.requests, each.result.chunks, strict=True)
             expected = [known for known, result in results if not known.ended and (result.error or result.token_ids)]
             updates = self.scheduler.commit(each.result, [each.report])
+            self.scheduler.note_step(each.plan, 0.01 * each.plan.num_tokens**2)  # few at once are faster
             assert [update.request_id for update in updates] == [known.request.request_id for known in expected]
         for update in updates:
             self.take_update(update)
