@@ -19,12 +19,9 @@ from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, read_headers
 from moeserve.models.checkpoint.weight_format import MXFP4_OF_COMPRESSED_TENSORS, WeightFormat
-from moeserve.models.expert_store.budget import AUTO_SHARE
+from moeserve.models.expert_store.budget import AUTO_SHARE, outlook
 from moeserve.models.registry import Description, describe, folder_of
 from moeserve.models.summary import Part, quantised_bytes, summarize
-
-ROUTED_EXPERTS = "routed experts"  # the part of a model that may be on disk
-ASSUMED_DISK_RATE = 2e9  # bytes per second, of an SSD on PCIe
 
 _QUANTIZATIONS: tuple[QuantizationName, ...] = ("int8", "int4")  # of any checkpoint, while it is loaded
 
@@ -165,7 +162,7 @@ def as_text(found: Inspection) -> str:
         "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}{quantised}; this machine has "
         f"{shown_bytes(found.free_bytes)} free",
     }
-    if (from_disk := _from_disk(found)) is not None:
+    if (from_disk := outlook(found.parts, int(found.free_bytes * (1 - AUTO_SHARE)))) is not None:
         facts["from disk"] = from_disk
     if found.cache.row_bytes:
         facts["states"] = f"{shown_bytes(found.cache.row_bytes)} for each running request and each saved state"
@@ -182,22 +179,6 @@ def as_text(found: Inspection) -> str:
         sizes = f"{shown_bytes(stage.weight_bytes):>12}{shown_bytes(stage.cache.bytes_per_token):>22}"
         lines.append(f"{number:<16}{stage.num_layers:>10}{sizes}")
     return "\n".join(lines)
-
-
-def _from_disk(found: Inspection) -> str | None:
-    """Return what `expert_memory` does for a model that does not fit in memory; None if it fits or cannot help."""
-    parts = [part for part in found.parts if part.name == ROUTED_EXPERTS]
-    all_bytes = sum(part.num_bytes for part in parts)
-    room = int(found.free_bytes * (1 - AUTO_SHARE)) - (found.weight_bytes - all_bytes)
-    if room <= 0 or room >= all_bytes:
-        return None
-    active_bytes = sum(part.num_bytes * part.num_active // part.num_parameters for part in parts)
-    read_bytes = active_bytes * (all_bytes - room) // all_bytes
-    return (
-        f"--expert-memory auto keeps {shown_bytes(room)} of {shown_bytes(all_bytes)} of routed experts in memory, and "
-        f"a token reads up to {shown_bytes(read_bytes)}: {ASSUMED_DISK_RATE / read_bytes:.2g} tokens/s from a disk "
-        f"with {ASSUMED_DISK_RATE / 1e9:.0f} GB/s, more if tokens choose the same experts"
-    )
 
 
 def _stages(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, get_args
 
 from moeserve.machine import shown_bytes
+from moeserve.models.expert_store.budget import AUTO_SHARE, outlook
 from moeserve.models.registry import describe
 from moeserve.models.summary import Part
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, has_mxfp4, is_fp8
@@ -162,7 +163,7 @@ def _estimate(
         weight_bytes=int(weights.value),
         cache_tokens=cache_tokens,
         cache_requests=cache_requests,
-        refusal=None if cache_requests else _shortage(weights.value, hardware.memory * assumptions.memory_share),
+        refusal=None if cache_requests else _shortage(layout, costs["optimum", False], weights.value, hardware.memory),
         memory_formulas=(weights.as_text(), cache.as_text(), requests.as_text()),
         decode=_phase(costs, assumptions, decode) if decoding else None,
         prefill=_phase(costs, assumptions, prefill) if prefilling else None,
@@ -176,16 +177,13 @@ def _memory(layout: Layout, costs: LayoutCosts, hardware: Hardware, context: flo
         context: tokens of a request in the cache.
     """
 
-    def is_fp8(part: Part) -> bool:
-        return costs.is_fp8 and part.name in FP8_PARTS and not (costs.has_mxfp4 and part.dtype == "mxfp4")
-
     def of_stage(stage: Stage) -> tuple[Formula, Formula]:
         # Layers with a sliding window keep only the last tokens of each request.
         shares = (min(1, rule.num_kept(sys.maxsize) / context) for rule in stage.cache.rules.tables)
         bytes_per_token = (-(-num_bytes // stage.cache.block_size) for num_bytes in stage.cache.block_bytes)
         numbers: dict[str, float] = {
-            "fp8_parameters": sum(part.num_parameters for part in stage.parts if is_fp8(part)),
-            "bytes_of_others": sum(part.num_bytes for part in stage.parts if not is_fp8(part)),
+            "fp8_parameters": sum(part.num_parameters for part in stage.parts if _is_fp8(part, costs)),
+            "bytes_of_others": sum(part.num_bytes for part in stage.parts if not _is_fp8(part, costs)),
         }
         weights = Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, "bytes")
         numbers = {
@@ -328,10 +326,18 @@ def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
     yield Formula("tokens per second", f"{{tokens_of_all_replicas}} / {slowest}", numbers, unit="").as_text()
 
 
-def _shortage(weight_bytes: float, usable_bytes: float) -> str:
+def _shortage(layout: Layout, costs: LayoutCosts, weight_bytes: float, memory: float) -> str:
+    usable_bytes = memory * costs.assumptions.memory_share
     if weight_bytes < usable_bytes:
         return "no room for the KV cache of a request"
+    parts = max(layout.stages, key=lambda stage: stage.weight_bytes).parts
+    counted = [replace(part, num_bytes=part.num_parameters) if _is_fp8(part, costs) else part for part in parts]
+    from_disk = outlook(counted, int(usable_bytes * (1 - AUTO_SHARE)))
     return (
         f"the weights of a rank take {shown_bytes(round(weight_bytes))}, and weights and KV cache may take "
-        f"{shown_bytes(round(usable_bytes))} of its memory"
+        f"{shown_bytes(round(usable_bytes))} of its memory" + (f"; on a CPU, {from_disk}" if from_disk else "")
     )
+
+
+def _is_fp8(part: Part, costs: LayoutCosts) -> bool:
+    return costs.is_fp8 and part.name in FP8_PARTS and not (costs.has_mxfp4 and part.dtype == "mxfp4")

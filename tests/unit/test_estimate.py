@@ -12,6 +12,7 @@ import pytest
 
 from moeserve import cli
 from moeserve.errors import SettingsError
+from moeserve.models.expert_store.budget import AUTO_SHARE
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
 from moeserve.planner.estimate import Estimate, PhaseEstimate, as_text, estimate_layouts
@@ -203,6 +204,20 @@ def test_the_balance_is_the_mean_of_the_layers(tmp_path: Path) -> None:
 def test_impossible_placements(options: dict[str, Any], mentioned: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=mentioned):
         find_layouts(folder_of(tmp_path, "Mixtral-8x7B"), 4, None, 1, **options)
+
+
+def test_layouts_that_do_not_fit_say_what_reading_from_disk_gives(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B in fp8 and 20 GB: experts of 3 x 2048 x 768, 8 of 128 in each of 48 layers."""
+    hardware = msgspec.structs.replace(H800, memory=20e9)
+    layout = estimate(folder_of(tmp_path, "Qwen3-30B-A3B-FP8"), 1, hardware=hardware, ranks_per_node=1)
+    expert_bytes = 3 * 2048 * 768
+    experts = 48 * 128 * expert_bytes
+    room = 20e9 * PERFECT.memory_share * (1 - AUTO_SHARE) - (layout.weight_bytes - experts)
+    assert 0.3 < room / experts < 0.6
+    read_bytes = 48 * 8 * expert_bytes * (1 - room / experts)
+    assert layout.refusal is not None
+    assert f"keeps {room / 2**30:.1f} GiB of {experts / 2**30:.1f} GiB of routed experts" in layout.refusal
+    assert f"{2e9 / read_bytes:.2g} tokens/s from a disk" in layout.refusal
 
 
 def test_layouts_that_do_not_fit_show_the_reason(tmp_path: Path) -> None:

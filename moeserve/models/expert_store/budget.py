@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,10 +13,13 @@ from moeserve.layers.moe.layer import MoELayer
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint.packed_cache import PAGE_BYTES
 from moeserve.models.decoder import Decoder
-from moeserve.models.summary import loading_memory
+from moeserve.models.summary import Part, loading_memory
 
 ROUNDING = 1e-6  # so that a quarter of 128 experts is 32, wherever bytes are rounded down
 AUTO_SHARE = 0.15  # of free memory that "auto" leaves for steps, the KV cache and the program
+
+ROUTED_EXPERTS = "routed experts"  # the part of a model that may be on disk
+ASSUMED_DISK_RATE = 2e9  # bytes per second, of an SSD on PCIe
 
 
 @dataclass(frozen=True)
@@ -109,3 +112,24 @@ def choose_budget(
 def _put_on_disk(model: nn.Module, *, is_on_disk: bool) -> None:
     for layer in moe_layers(model).values():
         layer.experts.gate_up.is_on_disk = layer.experts.down.is_on_disk = is_on_disk
+
+
+def outlook(parts: Sequence[Part], num_bytes: int) -> str | None:
+    """Return what `expert_memory` does for a model; None if it fits into memory or its other weights do not.
+
+    Args:
+        parts: of the whole model, or of one rank.
+        num_bytes: memory for weights.
+    """
+    experts = [part for part in parts if part.name == ROUTED_EXPERTS]
+    all_bytes = sum(part.num_bytes for part in experts)
+    room = num_bytes - (sum(part.num_bytes for part in parts) - all_bytes)
+    if room <= 0 or room >= all_bytes:
+        return None
+    active_bytes = sum(part.num_bytes * part.num_active // part.num_parameters for part in experts)
+    read_bytes = active_bytes * (all_bytes - room) // all_bytes
+    return (
+        f"--expert-memory auto keeps {shown_bytes(room)} of {shown_bytes(all_bytes)} of routed experts in memory, and "
+        f"a token reads up to {shown_bytes(read_bytes)}: {ASSUMED_DISK_RATE / read_bytes:.2g} tokens/s from a disk "
+        f"with {ASSUMED_DISK_RATE / 1e9:.0f} GB/s, more if tokens choose the same experts"
+    )
