@@ -68,6 +68,10 @@ class SettingArguments(TypedDict, total=False):
     packed_cache: int | str
     """size of the cache of packed weights on disk, which makes the next start fast, like 16GiB; 0: no cache (an
     integer or a text; default: '16GiB')."""
+    expert_device: Literal["auto", "cpu"]
+    """cpu: with device='cuda' and one GPU, the host keeps and computes the routed experts, in int8 or int4 if
+    quantization says so, and the GPU all else; auto: experts are on the device of the model (one of 'auto', 'cpu';
+    default: 'auto')."""
     expert_memory: int | str | None
     """memory of each rank for routed experts, like 8GiB or 25%, on CPUs; those that do not fit are read from a copy
     on disk when tokens need them; auto: what is free; none: all experts must fit in memory (an integer or a text or

@@ -35,6 +35,7 @@ class WeightsConfig:
     load_format: Literal["auto", "dummy"]
     ignore_unused_weights: bool
     packed_cache: int  # bytes
+    experts_on_host: bool  # routed experts are computed by the host of a GPU, and `quantization` is theirs
     expert_memory: int | float | Literal["auto"] | None  # bytes of each rank, or a share; None: all are in memory
     expert_store: str | None  # folder of experts that are not in memory; None: one in the cache folder
     seed: int  # of dummy weights, and of sampling

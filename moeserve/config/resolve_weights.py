@@ -26,6 +26,9 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
     """
     model = settings.model
     quantization = _own_quantization(model.quantization, facts)
+    experts_on_host = model.expert_device == "cpu" and facts.on_gpu
+    if experts_on_host:
+        _check_host(settings, facts)
     if model.model_impl == "transformers":
         _check_transformers(settings, quantization)
     dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
@@ -39,7 +42,7 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
     if quantization == "mxfp4":
         _check_mxfp4(facts, dtype)
     elif quantization is not None:
-        _check_quantization(quantization, facts, dtype)
+        _check_quantization(quantization, facts, dtype, experts_on_host=experts_on_host)
     if model.rl:
         _check_updates(settings, facts)
     return from_settings(
@@ -52,6 +55,7 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
         dtype=dtype,
         quantization=quantization,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
+        experts_on_host=experts_on_host,
         expert_memory=_expert_memory(settings, facts),
         seed=model.seed or 0,
     )
@@ -91,6 +95,19 @@ def _expert_memory(settings: Settings, facts: Facts) -> int | float | Literal["a
     if isinstance(model.expert_memory, str) and (share := re.fullmatch(r"(\d+(?:\.\d+)?)%", model.expert_memory)):
         return float(share[1]) / 100
     return parse_bytes("expert_memory", model.expert_memory)
+
+
+def _check_host(settings: Settings, facts: Facts) -> None:
+    """Raise SettingsError if the host of the GPU cannot compute the experts."""
+    model, what = settings.model, "expert_device='cpu'"
+    if not facts.checkpoint.num_sparse_layers:
+        raise SettingsError(f"{what}, but {facts.checkpoint.path} has no experts; leave it out")
+    if not facts.machine.has_kernels:
+        raise SettingsError(f"{what} needs the C++ kernels: {INSTALL_COMPILER}")
+    if settings.parallel.num_ranks > 1:
+        raise SettingsError(f"{what} is for one GPU, and there are {settings.parallel.num_ranks} ranks; use one")
+    if model.model_impl == "transformers":
+        raise SettingsError(f"{what} does not work with model_impl='transformers'; leave one of them out")
 
 
 def _own_quantization(name: str | None, facts: Facts) -> QuantizationName | None:
@@ -148,9 +165,18 @@ def _check_mxfp4(facts: Facts, dtype: DtypeName) -> None:
         )
 
 
-def _check_quantization(name: QuantizationName, facts: Facts, dtype: DtypeName) -> None:
+def _check_quantization(
+    name: QuantizationName, facts: Facts, dtype: DtypeName, *, experts_on_host: bool = False
+) -> None:
     """Raise SettingsError if weights cannot be quantised while they are loaded."""
     what = f"quantization={name!r}"
+    if experts_on_host:
+        if name not in DEVICES["cpu"].quantizations or dtype == "float16":
+            raise SettingsError(
+                f"{what} with dtype={dtype!r} cannot be used for experts on the host (expert_device='cpu'); use 'int8' "
+                "or 'int4' with dtype='bfloat16', or leave it out"
+            )
+        return
     if name not in facts.device.quantizations:
         if facts.on_gpu:
             raise SettingsError(f"{what} is for CPUs, and device='cuda'; use 'fp8' on GPUs, or device='cpu'")

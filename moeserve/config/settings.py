@@ -94,6 +94,11 @@ class ModelSettings:
         "16GiB",
         "size of the cache of packed weights on disk, which makes the next start fast, like 16GiB; 0: no cache",
     )
+    expert_device: Literal["auto", "cpu"] = setting(
+        "auto",
+        "cpu: with device='cuda' and one GPU, the host keeps and computes the routed experts, in int8 or int4 if "
+        "quantization says so, and the GPU all else; auto: experts are on the device of the model",
+    )
     expert_memory: int | str | None = setting(
         None,
         "memory of each rank for routed experts, like 8GiB or 25%, on CPUs; those that do not fit are read from a copy "

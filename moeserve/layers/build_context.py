@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ class BuildContext:
     max_model_len: int = 0  # of requests, which chooses one of LongRoPE's scalings
     down_bits: MinBits = 4  # of down projections with quantization="int4"
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
+    on_host: BuildContext | None = None  # of routed experts that are on the host of a GPU; None: they are on the device
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -46,6 +47,11 @@ class BuildContext:
     def tp(self) -> GroupCoordinator:
         """The ranks that share attention heads, dense networks and the vocabulary."""
         return self.groups.tp
+
+    @property
+    def of_experts(self) -> BuildContext:
+        """The context of routed experts."""
+        return self.on_host or self
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return memory for a weight that a checkpoint will fill, in the model's dtype unless another is given."""
@@ -66,8 +72,16 @@ class BuildContext:
         """
         eighth = num_layers // 8
         is_sensitive = not eighth <= layer < num_layers - eighth or (layer - eighth) % 3 == 2
-        return dataclasses.replace(self, down_bits=6 if is_sensitive else 4)
+        return self._with(down_bits=6 if is_sensitive else 4)
 
     def without_memory(self) -> BuildContext:
         """Return a context for a model whose parameters have no memory yet."""
-        return dataclasses.replace(self, has_memory=False)
+        return self._with(has_memory=False)
+
+    def with_memory(self) -> BuildContext:
+        """Return this context for parameters that get their memory."""
+        return self._with(has_memory=True)
+
+    def _with(self, **changes: Any) -> BuildContext:
+        on_host = None if self.on_host is None else dataclasses.replace(self.on_host, **changes)
+        return dataclasses.replace(self, on_host=on_host, **changes)

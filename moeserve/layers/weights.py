@@ -330,7 +330,8 @@ def allocate_parameters(module: nn.Module, context: BuildContext) -> None:
         for name, parameter in list(part.named_parameters(recurse=False)):
             if name == "memory" and isinstance(part, Weights) and part.fills_panels:
                 continue
-            setattr(part, name, context.parameter(*parameter.shape, dtype=parameter.dtype))
+            own = part.context.with_memory() if isinstance(part, Weights) else context
+            setattr(part, name, own.parameter(*parameter.shape, dtype=parameter.dtype))
     for part in module.modules():
         if isinstance(part, Weights):
             part.use_memory()

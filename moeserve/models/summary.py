@@ -151,23 +151,33 @@ class LoadingMemory:
     peak: int  # maximum during loading, when open and packed weights exist at the same time
 
 
-def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingMemory:
+def loading_memory(
+    model: Decoder, *, fills_all_first: bool = False, device: torch.device | None = None
+) -> LoadingMemory:
     """Return the memory that a model's weights will need. The model may be on the meta device.
 
     Args:
         fills_all_first: True: all weights are filled before the first is packed; False: about one layer at a time is
             open.
+        device: where the memory is needed; None: the device of the model.
     """
-    every = weights_of(model).values()
-    memories = {id(tensor) for weights in every for tensor in weights.open_tensors}
-    others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in memories)
+    device = device or model.context.device
+
+    def weights_in(module: nn.Module) -> list[AnyWeights]:
+        return [weights for weights in weights_of(module).values() if weights.context.device == device]
+
+    every = weights_in(model)
+    others = 0
+    if device == model.context.device:  # biases of experts elsewhere are small
+        memories = {id(tensor) for weights in weights_of(model).values() for tensor in weights.open_tensors}
+        others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in memories)
     kept = others + sum(map(_kept_bytes, every))
     if fills_all_first:
         opened = others + sum(map(_open_bytes, (weights for weights in every if not weights.is_borrowed)))
         panels = [_kept_bytes(weights) for weights in every if _is_replaced(weights)]
         return LoadingMemory(kept, max(kept, opened + max(panels, default=0)))
     most_open = max(
-        sum(map(_open_bytes, filter(_is_replaced, weights_of(module).values())))
+        sum(map(_open_bytes, filter(_is_replaced, weights_in(module))))
         for module in (*model.registered_layers.values(), model.head)
         if module is not None
     )

@@ -24,7 +24,7 @@ from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.weights import allocate_parameters
-from moeserve.machine import resource_limits, shown_bytes
+from moeserve.machine import free_memory, resource_limits, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint.file_hashes import FileHashes, hash_files, require_same
 from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
@@ -78,15 +78,17 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         description = description.with_draft_layers(config.schedule.num_mtp_drafts)
     device = torch.device(config.compute.device)
     placements = _place_experts(config, description, groups)
+    dtype = getattr(torch, weights.dtype)
     context = BuildContext(
         _select_backend(config, device),
         groups,
-        getattr(torch, weights.dtype),
+        dtype,
         device,
-        quantization=weights.quantization,
+        quantization=None if weights.experts_on_host else weights.quantization,
         has_float8_cache=config.cache.has_float8_cache,
         block_size=config.cache.block_size,
         max_model_len=config.schedule.max_model_len,
+        on_host=_host_context(config, groups) if weights.experts_on_host else None,
     )
     dispatchers = _open_dispatchers(config, description, placements, context)
     if weights.model_impl == "transformers":
@@ -114,6 +116,12 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     loaded = _load(config, description, checkpoint, model, placements, memory.kept, budget, show_progress=show_progress)
     updates = _updates(config, description, placements, checkpoint, model)
     return replace(loaded, file_hashes=file_hashes, updates=updates)
+
+
+def _host_context(config: EngineConfig, groups: Groups) -> BuildContext:
+    """Return the context of experts on the host of this rank's GPU."""
+    host, dtype = torch.device("cpu"), getattr(torch, config.weights.dtype)
+    return BuildContext(select_backend(host, dtype), groups, dtype, host, quantization=config.weights.quantization)
 
 
 def _updates(
@@ -155,9 +163,14 @@ def _check_memory(config: EngineConfig, model: Decoder) -> tuple[LoadingMemory, 
         from moeserve.models.expert_store.budget import choose_budget
 
         budget = choose_budget(model, config.weights.expert_memory, free, config.cache.kv_cache_memory)
-    memory = loading_memory(model, fills_all_first=config.weights.load_format == "dummy")
+    fills_all_first = config.weights.load_format == "dummy"
+    memory = loading_memory(model, fills_all_first=fills_all_first)
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
+    if config.weights.experts_on_host:
+        on_host = loading_memory(model, fills_all_first=fills_all_first, device=torch.device("cpu"))
+        if on_host.peak > free_memory():
+            raise CheckpointError(_too_large(config, on_host, free_memory(), "the experts"))
     require_room(config, model.cache_needs, free - memory.kept - (0 if budget is None else budget.num_bytes))
     return memory, budget
 
@@ -286,14 +299,14 @@ def _select_backend(config: EngineConfig, device: torch.device) -> Backend:
     return with_deep_gemm(backend, device, dtype, only_fastest=only_fastest)
 
 
-def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
+def _too_large(config: EngineConfig, memory: LoadingMemory, free: int, what: str = "the weights") -> str:
     """Return an error message for weights that do not fit, with remedies."""
     weights = config.weights
     share = f" for each of {config.parallel.num_ranks} ranks" if config.parallel.num_ranks > 1 else ""
     limits = "".join(f" ({limit})" for limit in resource_limits())
     form = f"{weights.dtype}, quantised to {weights.quantization}" if weights.quantization else weights.dtype
     return (
-        f"the weights of {weights.model_path} do not fit in memory: as {form} they take {shown_bytes(memory.kept)}, "
+        f"{what} of {weights.model_path} do not fit in memory: as {form} they take {shown_bytes(memory.kept)}, "
         f"and {shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are "
         f"free{share}{limits}. "
         "Use a machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, "

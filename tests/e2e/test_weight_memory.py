@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.kv.rank import cache as kv_cache
+from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.models import registry
 from moeserve.models.checkpoint.names import translated
@@ -66,6 +69,26 @@ def test_bytes_counted_are_bytes_loaded(reference: Reference, dtype: Any, quanti
         assert memory.kept == quantised_bytes(registry.describe(reference.folder), dtype, quantization)
     assert memory.kept == loaded_bytes(reference.folder, dtype=dtype, quantization=quantization)
     assert memory.peak >= memory.kept
+
+
+@needs_kernels
+def test_experts_on_the_host_of_a_gpu_are_counted_there(reference_named: Callable[[str], Reference]) -> None:
+    folder = reference_named("mixtral").folder
+    description, settings = registry.describe(folder), json.loads((folder / "config.json").read_text())
+    whole = dataclasses.replace(cpu_context(torch.bfloat16), has_memory=False)
+    divided = dataclasses.replace(whole, device=torch.device("meta"), on_host=whole)  # in place of a GPU
+
+    def kept(context: BuildContext, device: str) -> int:
+        dispatchers = TorchDispatchers("local", context.groups.ep, context)
+        model = Decoder(description.model, description.model.place_experts(1), dispatchers, context)
+        memory = loading_memory(model, device=torch.device(device))
+        assert memory.peak >= memory.kept
+        return memory.kept
+
+    width, inner = settings["hidden_size"], settings["intermediate_size"]
+    expert_bytes = 2 * 3 * width * inner * settings["num_local_experts"] * settings["num_hidden_layers"]
+    assert expert_bytes <= kept(divided, "cpu") < 1.5 * expert_bytes  # panels have whole numbers of rows
+    assert kept(divided, "cpu") + kept(divided, "meta") == kept(whole, "cpu")
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -93,6 +93,14 @@ def test_the_name_of_the_checkpoints_own_format_may_be_given() -> None:
     assert_refused("quantization='awqq'", "'awq'", quantization="awqq")
 
 
+def test_experts_on_the_host_of_a_gpu_may_be_quantised() -> None:
+    for quantization in ("int8", "int4"):
+        weights = decide(expert_device="cpu", quantization=quantization, **ON_GPU).weights
+        assert (weights.experts_on_host, weights.quantization) == (True, quantization)
+    assert not decide(expert_device="cpu").weights.experts_on_host, "the device of the model is the CPU"
+    assert not decide(**ON_GPU).weights.experts_on_host
+
+
 def test_experts_in_mxfp4_stay_so_where_kernels_read_them() -> None:
     in_mxfp4 = dataclasses.replace(FACTS, has_mxfp4=True)
     assert decide(in_mxfp4).weights.quantization == "mxfp4"
@@ -192,6 +200,10 @@ def test_wrong_keys_of_nested_settings_are_named(value: object, named: str) -> N
         (dict(quantization="int8", dtype="float16"), ["dtype='float16'"]),
         (dict(quantization="fp8"), ["quantization='fp8'", "'int8' or 'int4'"]),
         (dict(quantization="fp8", has_float8=False, **ON_GPU), ["triton", "8.9"]),
+        (dict(expert_device="cpu", has_kernels=False, **ON_GPU), ["expert_device='cpu'", "C++ kernels"]),
+        (dict(expert_device="cpu", quantization="fp8", **ON_GPU), ["quantization='fp8'", "'int4'"]),
+        (dict(expert_device="cpu", **ON_GPUS), ["expert_device='cpu'", "2 ranks"]),
+        (dict(expert_device="cpu", model_impl="transformers", **ON_GPU), ["model_impl='transformers'"]),
         (dict(has_bfloat16=False, **ON_GPU), ["dtype='bfloat16', the checkpoint's,", "8.0", "dtype='float16'"]),
         (dict(dtype="bfloat16", has_bfloat16=False, **ON_GPU), ["dtype='bfloat16' needs", "8.0", "dtype='float16'"]),
         (dict(data_parallel_size=2, executor="uniproc"), ["executor='uniproc'", "executor='mp'"]),

@@ -122,18 +122,18 @@ class MoELayer(Network):
         self.output_norm: ScaledFirstNorm | None = None
         if config.output_norm_epsilon is not None:
             assert placement.num_slices == 1
-            self.output_norm = ScaledFirstNorm(row_size, config.output_norm_epsilon, context)
+            self.output_norm = ScaledFirstNorm(row_size, config.output_norm_epsilon, context.of_experts)
         self.experts = Experts(
             placement.num_slots[self.rank_in_group],
             row_size,
-            share_experts(config.expert_width, placement.num_slices, context),
+            share_experts(config.expert_width, placement.num_slices, context.of_experts),
             config.activation,
-            context,
+            context.of_experts,
             has_bias=config.has_expert_bias,
             has_down_bias=config.has_expert_bias or config.has_output_bias,
         )
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
-        self.load = ExpertLoad(placement, self.rank_in_group, context)
+        self.load = ExpertLoad(placement, self.rank_in_group, context.of_experts)
         self.dispatcher = dispatchers.make(placement, self.load.rows_e)
         # One row for each chosen expert.
         self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
