@@ -26,8 +26,8 @@ if "moeserve.processes" in sys.orig_argv:  # a rank, or the fork server from whi
     channel = Parent.channel
 
     def channel_after_planting(self: Parent, incoming: Any) -> Any:
-        """Plant once: opening its channel is the first thing that a rank does after starting others."""
-        if planted := os.environ.pop("MOESERVE_TEST_PLANT", None):
+        """Plant when the process opens its only channel. Processes that it starts inherit the variable."""
+        if planted := os.environ.get("MOESERVE_TEST_PLANT"):
             module, _, argument = planted.partition(":")
             importlib.import_module(module).plant(self.name, argument)
         return channel(self, incoming)

@@ -184,7 +184,7 @@ class FailureConfig:
     load_timeout: int  # seconds
     step_timeout: int  # seconds
     weight_update_timeout: int  # seconds
-    on_failure: Literal["end", "restart", "shrink"]
+    on_failure: Literal["end", "restart", "recover", "shrink"]
     debug_collectives: bool
     debug_rank_state: bool  # all ranks report their state after each round
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from moeserve.config.devices import DEVICES
 from moeserve.config.engine_config import EngineConfig, FailureConfig, ParallelConfig, TelemetryConfig, TextConfig
 from moeserve.config.facts import CheckpointFacts, Facts, MachineFacts, from_settings
@@ -70,8 +68,12 @@ def resolve_texts(model: ModelSettings, facts: Facts) -> TextConfig:
 def resolve_failure(settings: Settings, layout: ParallelConfig) -> FailureConfig:
     """Return the limits of time, and what follows a failure."""
     parallel = settings.parallel
-    by_default: Literal["end", "restart"] = "end" if layout.executor == "uniproc" else "restart"
-    on_failure = by_default if parallel.on_failure == "auto" else parallel.on_failure
+    on_failure = parallel.on_failure
+    if on_failure == "auto":
+        if layout.executor == "uniproc":
+            on_failure = "end"
+        else:
+            on_failure = "recover" if layout.executor == "mp" and layout.num_ranks > 1 else "restart"
     debug_rank_state = settings.scheduler.debug_rank_state
     return from_settings(FailureConfig, parallel, on_failure=on_failure, debug_rank_state=debug_rank_state)
 

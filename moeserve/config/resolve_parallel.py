@@ -147,7 +147,7 @@ def _check_layout(parallel: ParallelSettings, facts: Facts) -> None:
         )
     if num_ranks > 1 and parallel.executor == "uniproc":
         raise SettingsError(f"executor='uniproc' runs one rank, but {layout} needs {num_ranks}; use executor='mp'")
-    if parallel.on_failure in ("restart", "shrink") and parallel.executor == "uniproc":
+    if parallel.on_failure in ("restart", "recover", "shrink") and parallel.executor == "uniproc":
         raise SettingsError(
             f"on_failure={parallel.on_failure!r} starts processes of ranks again, but with executor='uniproc' the rank "
             "runs in this one; use executor='mp'"

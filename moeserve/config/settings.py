@@ -329,11 +329,12 @@ class ParallelSettings:
     weight_update_timeout: PositiveInt = setting(
         300, "with rl: seconds without a call after which an update of the weights is cancelled"
     )
-    on_failure: Literal["auto", "end", "restart", "shrink"] = setting(
+    on_failure: Literal["auto", "end", "restart", "recover", "shrink"] = setting(
         "auto",
         "when a rank has failed; end: all requests end with an error; restart: ranks are started again, and "
-        "requests continue; shrink: the same with one replica fewer; auto: restart, or end if the rank runs in this "
-        "process",
+        "requests continue; recover: the same, but ranks that have not failed keep their weights if possible; shrink: "
+        "restart with one replica fewer; auto: recover for several ranks on this host, end if the rank runs in this "
+        "process, else restart",
     )
     debug_collectives: bool = setting(False, "check before each collective that all ranks run the same one")
 

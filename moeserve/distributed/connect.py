@@ -16,7 +16,14 @@ from moeserve.distributed.coordinator import GroupConnection, GroupCoordinator
 from moeserve.distributed.groups import NEIGHBOURS, Groups, make_groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.order_check import OrderCheck
-from moeserve.distributed.store import GatheringStore, RankStore, RendezvousStore, connect_store, format_ranks
+from moeserve.distributed.store import (
+    WAIT_FOR_REPORTS_S,
+    GatheringStore,
+    RankStore,
+    RendezvousStore,
+    connect_store,
+    format_ranks,
+)
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import Transport, TransportError, TransportUnavailable
 from moeserve.errors import DistributedError
@@ -44,6 +51,7 @@ class Rendezvous:
     timeout_s: float
     scope: str = ""
     seconds_to_meet: float | None = None
+    seconds_for_reports: float = WAIT_FOR_REPORTS_S  # for which an error waits for the reports of other ranks
 
 
 def connect(
@@ -73,7 +81,7 @@ def connect(
     timeout_s = rendezvous.timeout_s
     seconds_to_meet = timeout_s if rendezvous.seconds_to_meet is None else rendezvous.seconds_to_meet
     store = connect_store(rank, rendezvous.store, seconds_to_meet, rendezvous.scope)
-    rank_store = RankStore(rank, store, seconds_to_meet)
+    rank_store = RankStore(rank, store, seconds_to_meet, rendezvous.seconds_for_reports)
     hosts = rank_store.register(range(mesh.world_size), host_identity())
     connector = _Connector(rank, hosts, rank_store, store.own_address, transport, device, timeout_s)
 

@@ -252,6 +252,14 @@ class GroupCoordinator:
             self._connection.transport.close()
             self._connection = None
 
+    def adopt(self, connected: GroupCoordinator) -> None:
+        """Continue with the connection of another coordinator of the same ranks, after this one's was closed."""
+        assert (self.name, self.rank, self.ranks) == (connected.name, connected.rank, connected.ranks)
+        assert self._connection is None
+        self._connection = connected._connection
+        self.step, self.layer = NO_STEP, None
+        self.num_begun, self.num_bytes_sent = connected.num_begun, 0
+
     @property
     def _connected(self) -> GroupConnection:
         if self._connection is None:

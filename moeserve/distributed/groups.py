@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import Axis, Mesh
@@ -104,6 +104,14 @@ class Groups:
             self.store.report_failure(cause)
         for group in self.all:
             group.close()
+        if self.store:
+            self.store.close()
+
+    def reconnected(self, connected: Groups) -> Groups:
+        """Return these groups with the connections of others. Layers keep the coordinators that they have."""
+        for group, other in zip(self.all, connected.all, strict=True):
+            group.adopt(other)
+        return replace(self, store=connected.store)
 
 
 def groups_of_one_rank() -> Groups:

@@ -63,6 +63,10 @@ class StoreConnection:
         self._lock = threading.Lock()
         self._num_requests = 0
 
+    def close(self) -> None:
+        with self._lock:
+            self._channel.close()
+
     def request(self, operation: Operation, timeout_s: float | None = None) -> Any:
         """Send a request, and return the reply.
 
@@ -100,6 +104,10 @@ class RendezvousStore(Store):
     def own_address(self) -> str:
         """The address of this machine in the network of the store, at which other ranks can reach it."""
         return self._connection.own_address
+
+    def close(self) -> None:
+        """Close the connection to the server, which all parts of the store share."""
+        self._connection.close()
 
     def within(self, name: str) -> RendezvousStore:
         """Return the part of this store whose keys begin with `name`."""
@@ -229,10 +237,13 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 class RankStore:
     """One rank's access to the store: it registers the rank, and exchanges failure reports with the others."""
 
-    def __init__(self, rank: int, store: RendezvousStore, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, store: RendezvousStore, timeout_s: float, seconds_for_reports: float = WAIT_FOR_REPORTS_S
+    ) -> None:
         self.rank = rank
         self.store = store
         self.timeout_s = timeout_s
+        self._seconds_for_reports = seconds_for_reports
         self._has_reported = False
 
     def register(self, ranks: Sequence[int], description: str) -> list[str]:
@@ -284,7 +295,7 @@ class RankStore:
 
     def failure_reports(self, ranks: Sequence[int]) -> str:
         """Return the failure reports of `ranks` as sentences, silent ranks first. Waits briefly for late reports."""
-        deadline = time.monotonic() + WAIT_FOR_REPORTS_S
+        deadline = time.monotonic() + self._seconds_for_reports
         others = [rank for rank in ranks if rank != self.rank]
         while not all(self._has_key(f"failure/{rank}") for rank in others) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -296,6 +307,10 @@ class RankStore:
             if rank not in silent:
                 sentences.append(f"Rank {rank} reported: {self.store.get(f'failure/{rank}').decode()}.")
         return " ".join(sentences)
+
+    def close(self) -> None:
+        """Close the connection to the store. May be called twice."""
+        self.store.close()
 
     def _has_key(self, key: str) -> bool:
         try:

@@ -246,7 +246,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
         )
 
 
-def ready_of(loaded: Sequence[Loaded]) -> Ready:
+def ready_of(loaded: Sequence[Loaded], epoch: int = 0) -> Ready:
     """Return the message that a replica has loaded the model.
 
     Args:
@@ -257,7 +257,7 @@ def ready_of(loaded: Sequence[Loaded]) -> Ready:
     """
     for rank in loaded:
         require_same(loaded[0].file_hashes, rank.file_hashes)
-    return Ready(loaded[0].num_blocks, loaded[0].file_hashes)
+    return Ready(loaded[0].num_blocks, loaded[0].file_hashes, epoch)
 
 
 def new_replica(config: EngineConfig, loaded: Sequence[Loaded], index: int = 0) -> Replica:

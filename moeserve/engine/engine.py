@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -15,8 +14,10 @@ from moeserve.engine.controls import Controls
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
 from moeserve.engine.in_flight import RequestsInFlight
 from moeserve.engine.launcher import Launcher, ReplicaHandle
-from moeserve.engine.restart import restart
-from moeserve.engine.scaling import Scaling
+from moeserve.engine.protocol import ReplicaFaulted
+from moeserve.engine.recovery import Recovery
+from moeserve.engine.restart import next_smaller, restart
+from moeserve.engine.scaling import Scaling, run_in_thread
 from moeserve.errors import (
     EngineError,
     ScaleError,
@@ -40,18 +41,13 @@ logger = logging.getLogger(__name__)
 MOST_SILENT_STEPS = 2
 
 
-def _run_in_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="scaling", daemon=True).start()
-
-
 class Engine:
     """One or more replicas, which serve the same model. An `EngineClient`.
 
-    When a process fails, all processes are terminated. By default, all requests then end with an error that names the
-    process, and further requests are refused. With on_failure="restart", new processes are started, and the requests
-    continue after the tokens that were received; with on_failure="shrink", there is one replica fewer. The restart is
-    retried for a while (`restart`), until the cluster's operator has replaced a failed node. If there are no requests,
-    the next one restarts the engine.
+    When a process fails, `on_failure` decides what follows. With "end", all requests end with an error that names the
+    process, and further requests are refused. With "recover", failed ranks are replaced (`Recovery`), with "restart"
+    all of them, with "shrink" there is one replica fewer; requests continue after the tokens that were received. If
+    there are no requests, the next one restarts the engine.
 
     A change of the number of replicas works in the same way: the requests continue on another worker group
     (`Generation`), which has loaded the model while the first one served.
@@ -63,7 +59,7 @@ class Engine:
         launcher: Launcher,
         *,
         config_of: Callable[[int], EngineConfig],
-        run_in_background: Callable[[Callable[[], None]], object] = _run_in_thread,
+        run_in_background: Callable[[Callable[[], None]], object] = run_in_thread,
     ) -> None:
         """Start all replicas, and wait until they have loaded the model.
 
@@ -249,6 +245,8 @@ class Engine:
         if not self._failure:
             self._generation.shut_down()
             self._watch_nothing()
+        elif self._recovery.is_prepared:
+            self._generation.end()
         if self._scaling is not None and not wait([self._scaling.done], 2 * SECONDS_TO_END).done:
             # A background start of processes may take longer. Its resources must not be released before it has ended.
             self._scaling.done.add_done_callback(lambda _: self._launcher.close())
@@ -285,6 +283,7 @@ class Engine:
     def _let_serve(self, generation: Generation) -> None:
         """Send requests to the replicas of this generation from now on."""
         self._generation, self.config = generation, generation.config
+        self._recovery = Recovery(generation)
         self._file_hashes = generation.file_hashes
         self._in_flight.generation = generation
         self._controls.begin(generation.group.replicas)
@@ -352,7 +351,10 @@ class Engine:
             WeightsChangedError: files of the model have changed, so the engine has failed for good.
         """
         try:
-            restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
+            if self._recovery.run(lambda: self._is_ending):
+                self._let_serve(self._generation)
+            else:
+                restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
         except WeightsChangedError as error:
             self._weights_have_changed, self._failure = True, str(error)
             raise
@@ -360,25 +362,16 @@ class Engine:
 
     def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
         """Return the config to restart with: with on_failure="shrink", that of the next smaller possible size."""
-        for smaller in (
-            range(config.parallel.data_parallel_size - 1, 0, -1) if config.failure.on_failure == "shrink" else ()
-        ):
-            try:
-                return with_limits_of(self.config, self.num_blocks, self._config_of(smaller))
-            except (SettingsError, EngineError) as error:
-                logger.warning("the engine cannot have %d replica(s): %s", smaller, error)
-        return config
+        if config.failure.on_failure != "shrink":
+            return config
+        return next_smaller(config, lambda size: with_limits_of(self.config, self.num_blocks, self._config_of(size)))
 
     @property
     def _longest_wait_s(self) -> float:
         failure = self.config.failure
         if self._is_scaling or self._generation.group.watch is not None:
             return SECONDS_BETWEEN_LOOKS
-        return (
-            min(failure.step_timeout, failure.weight_update_timeout)
-            if self.weights.is_updating
-            else failure.step_timeout
-        )
+        return min(failure.step_timeout, failure.weight_update_timeout if self.weights.is_updating else 10**9)
 
     def _receive(self, timeout_s: float = 0.0, *, only_failures: bool = False) -> None:
         """Handle all updates that have arrived, after waiting for the first. A failure ends requests or resumes them.
@@ -398,7 +391,9 @@ class Engine:
             may_run = not (self._controls.is_paused or self.weights.is_updating)
             is_busy = self._controls.is_running or (self._in_flight and may_run)
             silent_s = time.monotonic() - self._last_message_s if is_busy else 0.0
-            has_failed = any(process in self._serving and process.failures() for process in ready)
+            has_failed = self._recovery.has_faults or any(
+                process in self._serving and process.failures() for process in ready
+            )
             failure = self.config.failure
             most_s = MOST_SILENT_STEPS * failure.step_timeout
             is_silent = silent_s > (max(most_s, failure.load_timeout) if self._controls.is_running else most_s)
@@ -408,9 +403,11 @@ class Engine:
             finding = None if has_failed or group.watch is None else group.watch.look()
             if has_failed or finding or (is_silent and not group.reports_hangs and not only_failures):
                 silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
-                cause = finding.report if finding else root_cause(group.collect_failures() or [silence])
+                cause = finding.report if finding else root_cause(self._recovery.collect_failures() or [silence])
                 self._undelivered += self._received(group.replicas)
-                self._generation.end()
+                may_recover = (has_failed or finding is not None) and not self._is_shut_down
+                if not may_recover or not self._recovery.prepare(finding, self.weights):
+                    self._generation.end()
                 self._watch_nothing()
                 self._fail(str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight")))
         if self._failure and self._in_flight:  # also if a Ctrl-C has interrupted a restart
@@ -430,7 +427,8 @@ class Engine:
         Args:
             config: the config of the new processes; None: the one that follows from `on_failure`.
         """
-        logger.warning("the engine is restarted, and its requests continue. The failure: %s", self._failure)
+        what = "failed ranks are replaced" if self._recovery.is_prepared else "the engine is restarted"
+        logger.warning("%s, and requests continue. The failure: %s", what, self._failure)
         try:
             self._restart(config or self._config_after_failure(self.config))
         except EngineError as error:
@@ -456,6 +454,9 @@ class Engine:
             if index is None:  # not a replica of this generation: only its failure matters
                 continue
             for message in self._generation.group.replicas[index].receive():
+                if isinstance(message, ReplicaFaulted):
+                    self._recovery.note(message)
+                    continue
                 assert isinstance(message, Delivery), message
                 # Replicas that wait for another one to announce a control send messages too, but run no steps.
                 has_run = message.stats.steps != self.replica_stats[index].steps

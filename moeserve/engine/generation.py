@@ -10,10 +10,10 @@ from collections.abc import Callable
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import stats_at_start
 from moeserve.engine.launcher import WorkerGroup
-from moeserve.engine.protocol import Ready
+from moeserve.engine.protocol import Ready, ReplicaFaulted
 from moeserve.errors import EngineError, MoeserveError
 from moeserve.models.checkpoint.file_hashes import require_same
-from moeserve.processes.failures import as_error, root_cause
+from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.supervision import Watched, wait_for_messages
 from moeserve.protocol import ReplicaStats, Shutdown
 from moeserve.scheduling.replica_choice import DPRouter
@@ -40,13 +40,13 @@ class Generation:
         """
         self.config, self.group = config, group
         self.end = weakref.finalize(self, group.end)  # terminates the processes at once
-        self.index_of: dict[Watched, int] = {replica: index for index, replica in enumerate(group.replicas)}
+        self.index_of: dict[Watched, int]
         self.num_blocks = 0  # KV cache blocks of each rank; set once all have loaded, like the next three
         self.file_hashes = config.weights.file_hashes  # of the checkpoint's files
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
-        self._loading = {replica.name: None for replica in group.replicas}
-        self._deadline = time.monotonic() + config.failure.load_timeout + SECONDS_TO_NAME_A_RANK
+        self.epoch = 0  # number of recoveries
+        self.begin_to_load()
 
     def take_ready(self) -> bool:
         """Handle messages of loading processes. Return True if all replicas have loaded the model and none has failed.
@@ -57,12 +57,16 @@ class Generation:
         """
         for replica in self.group.replicas if self._loading else ():
             for message in replica.receive():
-                if isinstance(message, Ready):  # a replica that is ready may send an empty delivery
+                # A replica that is ready may send an empty delivery. What others sent in earlier epochs is dropped.
+                if isinstance(message, Ready) and message.epoch == self.epoch:
                     require_same(self.file_hashes or message.file_hashes, message.file_hashes)
                     self.num_blocks, self.file_hashes = message.num_blocks, message.file_hashes
                     del self._loading[replica.name]
+                if isinstance(message, ReplicaFaulted) and message.epoch == self.epoch:
+                    self.faults += message.reports
         if self._loading:
-            if time.monotonic() >= self._deadline:
+            seconds = time.monotonic() - self.began_s
+            if seconds >= self.config.failure.load_timeout + SECONDS_TO_NAME_A_RANK:
                 raise EngineError(
                     f"{', '.join(self._loading)}: the model was not loaded within "
                     f"{self.config.failure.load_timeout} s; raise load_timeout if it needs more"
@@ -98,6 +102,13 @@ class Generation:
     def loading_failure(self) -> MoeserveError:
         """Return the error of a process that failed while loading. Waits briefly to find the root cause."""
         return as_error(root_cause(self.group.collect_failures()), "while the model was loaded")
+
+    def begin_to_load(self) -> None:
+        """Expect `Ready` of all replicas of the group."""
+        self._loading = {replica.name: None for replica in self.group.replicas}
+        self.index_of = {replica: index for index, replica in enumerate(self.group.replicas)}
+        self.began_s = time.monotonic()
+        self.faults: list[FailureReport] = []  # of replicas that have ranks that may join others
 
     def shut_down(self) -> None:
         """Make the replicas agree to shut down, and wait until all processes have exited."""

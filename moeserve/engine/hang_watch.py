@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moeserve.processes.failures import FailureReport
-from moeserve.processes.progress_records import Phase, ProgressRecord
+from moeserve.processes.progress_records import Phase, ProgressRecord, ProgressRecords
 
 # Seconds between two looks at the records. A longer pause of the reader counts as twice this time.
 SECONDS_BETWEEN_LOOKS = 0.25
@@ -69,7 +69,7 @@ class _Watched:
             self.unseen += seconds
             return
         self.unseen = 0.0
-        if before is None or record.epoch != before.epoch:
+        if before is None or record.epoch != before.epoch or not record.heartbeat:
             self.still = self.stalled = self.silent = 0.0
             self.first_round = record.round
             self.pauses.clear()
@@ -122,7 +122,7 @@ class HangWatch:
         Args:
             judges_hangs: False if ranks compute on devices whose progress the records do not show.
         """
-        self._processes = list(processes)
+        self.processes = list(processes)
         self._rule = rule or HangRule()
         self._judges_hangs = judges_hangs
         self._watched = [_Watched() for _ in processes]
@@ -153,8 +153,8 @@ class HangWatch:
         return self._lost_host() or self._stopped() or self._hung() or self._idle() or self._broken_link()
 
     def _lost_host(self) -> Finding | None:
-        for host in sorted({process.host for process in self._processes}):
-            members = [index for index, process in enumerate(self._processes) if process.host == host]
+        for host in sorted({process.host for process in self.processes}):
+            members = [index for index, process in enumerate(self.processes) if process.host == host]
             if all(self._watched[index].unseen >= self._rule.host_lost for index in members):
                 cause = f"no sign of life from any process of its host for {self._rule.host_lost:g} s"
                 return self._finding("host lost", members, cause)
@@ -192,12 +192,12 @@ class HangWatch:
         idle = [index for index in self._ranks(Phase.IDLE) if self._watched[index].stalled >= limit]
         if not idle or not any(self._watched[other].stalled >= limit for other in self._waiting()):
             return None
-        engine = self._processes[min(idle, key=self._position)].engine
+        engine = self.processes[min(idle, key=self._position)].engine
         assert engine is not None
         return self._finding("hung", [engine], f"hangs: it has sent no round for {limit:g} s, and other ranks wait")
 
     def _broken_link(self) -> Finding | None:
-        ranks = [index for index, process in enumerate(self._processes) if process.engine is not None]
+        ranks = [index for index, process in enumerate(self.processes) if process.engine is not None]
         waiting, limit = self._waiting(), self._rule.most_hung
         if len(ranks) < 2 or waiting != ranks or min(self._watched[index].stalled for index in ranks) < limit:
             return None
@@ -217,7 +217,7 @@ class HangWatch:
             return []
         return [
             index
-            for index, (process, each) in enumerate(zip(self._processes, self._watched, strict=True))
+            for index, (process, each) in enumerate(zip(self.processes, self._watched, strict=True))
             if process.engine is not None and each.record is not None and each.record.phase in phases
         ]
 
@@ -231,17 +231,31 @@ class HangWatch:
         return record.round, record.num_collectives
 
     def _finding(self, verdict: Verdict, guilty: Sequence[int], cause: str) -> Finding:
-        names = ", ".join(self._processes[index].name for index in guilty)
+        names = ", ".join(self.processes[index].name for index in guilty)
         return Finding(verdict, tuple(guilty), FailureReport(name=names, cause=cause))
 
 
 class RecordWatch:
     """A `HangWatch` with the records that it judges."""
 
-    def __init__(self, watch: HangWatch, read: Callable[[], Sequence[ProgressRecord | None]]) -> None:
-        self._watch, self._read = watch, read
+    def __init__(self, make_watch: Callable[[], HangWatch], records: ProgressRecords) -> None:
+        self._make_watch, self._records = make_watch, records
+        self._watch = make_watch()
 
     def look(self) -> Finding | None:
         """Judge the present records, unless that was done a moment ago."""
         now_s = time.monotonic()
-        return self._watch.look(now_s, self._read()) if self._watch.is_due(now_s) else None
+        return self._watch.look(now_s, self._records.read()) if self._watch.is_due(now_s) else None
+
+    def restart(self) -> None:
+        """Forget the past, because processes are replaced."""
+        self._records.clear()
+        self._watch = self._make_watch()
+
+    def late_ranks(self, epoch: int) -> Finding | None:
+        """Return the ranks that have not begun an epoch yet, as hung ones; None: all have begun it."""
+        processes = self._watch.processes
+        records = zip(processes, self._records.read(), strict=True)
+        late = [i for i, (each, record) in enumerate(records) if each.engine is not None and record.epoch != epoch]
+        names, cause = ", ".join(processes[index].name for index in late), "hangs: it does not answer"
+        return Finding("hung", tuple(late), FailureReport(name=names, cause=cause)) if late else None

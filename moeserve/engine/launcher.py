@@ -6,23 +6,39 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from moeserve.addresses import StoreAddress
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.hang_watch import RecordWatch
-from moeserve.engine.protocol import FromReplica
+from moeserve.engine.protocol import FromReplica, ToReplica
 from moeserve.processes.failures import FailureReport
 from moeserve.processes.supervision import SECONDS_TO_COLLECT, Watched, WatchedProcess, collect_failures, end_all
-from moeserve.protocol import ReplicaMessage
 
 
 class ReplicaHandle(Watched, Protocol):
     """One replica as the engine sees it: `LocalReplica` in this process, or a `WatchedProcess` on any host."""
 
-    def send(self, message: ReplicaMessage) -> None:
+    def send(self, message: ToReplica) -> None:
         """Send a message without waiting."""
         ...
 
     def receive(self) -> list[FromReplica]:
         """Return what has arrived since the last call, without waiting."""
+        ...
+
+
+class Starter(Protocol):
+    """Starts replicas beside others that keep their processes."""
+
+    def new_store(self) -> StoreAddress:
+        """Close the store where ranks met, so that those that still wait there fail, and return another one."""
+        ...
+
+    def start(self, replica: int, epoch: int, num_blocks: int) -> ReplicaHandle:
+        """Start the replica of this index, whose ranks meet the others at the last store.
+
+        Args:
+            num_blocks: KV cache blocks of each rank.
+        """
         ...
 
 
@@ -37,6 +53,7 @@ class WorkerGroup:
         release: Callable[[], None] = lambda: None,
         reports_hangs: bool = False,
         watch: RecordWatch | None = None,
+        starter: Starter | None = None,
     ) -> None:
         """
         Args:
@@ -45,11 +62,13 @@ class WorkerGroup:
             release: frees what the processes have used, once they have ended.
             reports_hangs: True if a replica that hangs fails by itself, so that silence is no sign of a failure.
             watch: finds processes that are stopped or hang.
+            starter: starts single replicas again. None: all replicas can only be started together.
         """
         self.replicas: list[ReplicaHandle] = list(replicas)  # by dp rank
         self.ranks: list[WatchedProcess[Any]] = []  # those that no replica watches
         self.reports_hangs = reports_hangs
         self.watch = watch
+        self.starter = starter
         self._seconds_to_collect = seconds_to_collect
         self._release = release
         self._owner = os.getpid()

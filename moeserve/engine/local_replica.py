@@ -9,7 +9,7 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import new_replica, ready_of
 from moeserve.engine.driver import Driver, StepTimeoutError
 from moeserve.engine.launcher import WorkerGroup
-from moeserve.engine.protocol import FromReplica
+from moeserve.engine.protocol import FromReplica, Recover, ToReplica
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.failures import FailureReport, report_of
@@ -45,7 +45,8 @@ class LocalReplica:
     def has_messages(self) -> bool:
         return bool(self._inbox or self._outbox) or self._driver.is_late
 
-    def send(self, message: ReplicaMessage) -> None:
+    def send(self, message: ToReplica) -> None:
+        assert not isinstance(message, Recover), "a thread cannot be replaced"
         self._inbox.append(message)
 
     def receive(self) -> list[FromReplica]:

@@ -9,20 +9,40 @@ from typing import TypeAlias
 
 import msgspec
 
+from moeserve.addresses import StoreAddress
 from moeserve.config.engine_config import EngineConfig
 from moeserve.controls import Command, ControlResult, WeightState
-from moeserve.protocol import AbortRequest, AddRequest, Delivery, ReplicaStats, RequestUpdate
+from moeserve.processes.failures import FailureReport
+from moeserve.protocol import AbortRequest, AddRequest, Delivery, ReplicaMessage, ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Sent by a replica once, when its ranks have loaded the model."""
+    """Sent by a replica once in each epoch, when its ranks have the model."""
 
     num_blocks: int  # KV cache blocks, equal on all ranks
     file_hashes: tuple[tuple[str, str], ...] = ()  # of the checkpoint's files, equal on all ranks
+    epoch: int = 0
 
 
-FromReplica: TypeAlias = Ready | Delivery
+class ReplicaFaulted(msgspec.Struct, frozen=True, tag="replica-faulted"):
+    """Sent by a replica of which ranks have failed or left their step. It waits for `Recover`."""
+
+    epoch: int
+    reports: list[FailureReport]
+
+
+class Recover(msgspec.Struct, frozen=True, tag="recover"):
+    """Sent to a replica of which processes survive: replace failed ranks, and drop all requests."""
+
+    epoch: int
+    lost: list[int]  # ranks of this replica to replace although they may run
+    num_blocks: int  # KV cache blocks of each rank
+    store: StoreAddress  # where the ranks of the epoch meet
+
+
+ToReplica: TypeAlias = ReplicaMessage | Recover
+FromReplica: TypeAlias = Ready | Delivery | ReplicaFaulted
 
 
 class SharedEngine(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from moeserve.addresses import StoreAddress, is_loopback
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.launcher import WorkerGroup
-from moeserve.engine.protocol import FromReplica
+from moeserve.engine.protocol import FromReplica, ToReplica
 from moeserve.engine.replica_process import serve
 from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.ray.actors import (
@@ -33,7 +33,6 @@ from moeserve.executor.ray.cluster import Cluster
 from moeserve.executor.ray.executor import RayExecutor
 from moeserve.executor.ray.nodes import NodeFacts, check_alike, own_facts
 from moeserve.executor.ray.placement import Place, reserve, show_layout, warn_of_split_groups
-from moeserve.protocol import ReplicaMessage
 from moeserve.worker.protocol import RankStart, mesh_of, rank_name
 
 
@@ -49,7 +48,7 @@ class EngineActor(ActorProcess):
             encoded: the start messages of the ranks, encoded by msgspec.
             ranks: the actors of these ranks.
         """
-        channel = self._open_channel(ReplicaMessage)
+        channel = self._open_channel(ToReplica)
         try:
             with self._reporting_failures():
                 starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]

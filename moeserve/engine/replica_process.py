@@ -4,36 +4,105 @@ from __future__ import annotations
 
 import select
 import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from moeserve.engine.base import new_replica, ready_of
-from moeserve.engine.driver import Driver
-from moeserve.errors import EngineError
+from moeserve.engine.driver import Driver, StepTimeoutError
+from moeserve.engine.protocol import Recover, ReplicaFaulted, ToReplica
+from moeserve.errors import DistributedError, EngineError
 from moeserve.executor.base import Executor
-from moeserve.executor.multiproc import MultiprocExecutor, start_ranks
+from moeserve.executor.multiproc import MultiprocExecutor, RankFaultedError, start_rank, start_ranks
 from moeserve.processes import progress_records
 from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
+from moeserve.processes.failures import FailureReport, report_of
+from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all
 from moeserve.protocol import Delivery, ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.replica import Replica
-from moeserve.worker.protocol import RankStart
+from moeserve.worker.protocol import RankStart, Rejoin
 
 # The longest sleep of an idle replica between agreements with the other replicas, in seconds.
 HEARTBEAT_S = 1.0
 
 
 def run(parent: Parent) -> None:
-    """Serve one replica on this host until all replicas have agreed to shut down."""
+    """Serve one replica on this host until all replicas have agreed to shut down.
+
+    With on_failure="recover", ranks that have failed are replaced when the user's process orders it.
+    """
     first_rank = parent.config(RankStart)
     progress_records.attach(parent.records_fd, first_rank.config.parallel.num_ranks + first_rank.dp_index)
     ranks = start_ranks(first_rank, parent.records_fd)
     parent.adopt(ranks)
-    channel = parent.channel(ReplicaMessage)
-    executor = MultiprocExecutor(ranks, first_rank.config)
-    serve(channel, first_rank, executor)
-    executor.shutdown()
+    channel = parent.channel(ToReplica)
+    has_loaded = first_rank.epoch > 0
+    while True:
+        try:
+            # Before the first epoch is ready, the user's process sends nothing.
+            interrupt = (channel.fileno(), lambda: _require_no_order(channel)) if has_loaded else None
+            executor = MultiprocExecutor(ranks, first_rank.config, first_rank.epoch, interrupt)
+            has_loaded = True
+            serve(channel, first_rank, executor)
+            executor.shutdown()
+            return
+        except RecoveryOrdered as ordered:
+            order = ordered.order
+        except DistributedError as error:
+            recovers = has_loaded and first_rank.config.failure.on_failure == "recover"
+            if not recovers or isinstance(error, StepTimeoutError):
+                raise
+            channel.send(ReplicaFaulted(first_rank.epoch, _reports(ranks, error, parent.name)))
+            order = _next_order(channel)
+        first_rank = msgspec.structs.replace(
+            first_rank, epoch=order.epoch, num_blocks=order.num_blocks, store=order.store, show_progress=False
+        )
+        ranks = _recovered(ranks, first_rank, order, parent.records_fd)
+        parent.adopt(ranks)
 
 
-def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor) -> None:
+def _reports(ranks: Sequence[WatchedProcess[Any]], error: DistributedError, name: str) -> list[FailureReport]:
+    """Return the failures that this replica knows of. Those of its ranks come before their consequences."""
+    if isinstance(error, RankFaultedError):  # the cause is a rank of another replica, or is known already
+        return [*(report for rank in ranks for report in rank.failures()), error.report]
+    return collect_failures(ranks, [report_of(error, name)])
+
+
+def _require_no_order(channel: Channel[ToReplica]) -> None:
+    """Raise RecoveryOrdered if further ranks have failed while this replica recovers."""
+    for message in channel.receive():
+        if isinstance(message, Recover):
+            raise RecoveryOrdered(message)
+    if channel.is_closed:
+        raise EngineError("the user's process has ended")
+
+
+def _next_order(channel: Channel[ToReplica]) -> Recover:
+    """Wait for the order to recover. Drop all other messages: their requests are sent again."""
+    while not channel.is_closed:
+        for message in channel.receive(None):
+            if isinstance(message, Recover):
+                return message
+    raise EngineError("the user's process has ended")
+
+
+def _recovered(
+    ranks: Sequence[WatchedProcess[Any]], first: RankStart, order: Recover, records_fd: int | None
+) -> list[WatchedProcess[Any]]:
+    """Replace the failed ranks of a replica, and let the others join the new ones."""
+    is_lost = [rank.has_ended or first.rank + index in order.lost for index, rank in enumerate(ranks)]
+    end_all([rank for rank, lost in zip(ranks, is_lost, strict=True) if lost])  # before their places are used again
+    recovered = []
+    for index, (rank, lost) in enumerate(zip(ranks, is_lost, strict=True)):
+        if not lost:
+            rank.channel.send(Rejoin(order.epoch, order.store))
+        recovered.append(start_rank(first, first.rank + index, records_fd) if lost else rank)
+    return recovered
+
+
+def serve(channel: Channel[ToReplica], start: RankStart, executor: Executor) -> None:
     """Report that the model is loaded, and serve until all replicas have agreed to shut down.
 
     Args:
@@ -41,12 +110,21 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
 
     Raises:
         EngineError: a rank, another replica or the user's process has failed.
+        RecoveryOrdered: ranks of this or of another replica must be replaced first.
     """
     config = start.config
     replica = new_replica(config, executor.loaded, start.dp_index)
-    channel.send(ready_of(executor.loaded))
+    channel.send(ready_of(executor.loaded, start.epoch))
     client = ClientConnection(channel, config.schedule.max_concurrent_batches)
     drive(replica, client, executor, config.failure.step_timeout, config.failure.load_timeout)
+
+
+class RecoveryOrdered(Exception):
+    """The user's process has ordered a recovery."""
+
+    def __init__(self, order: Recover) -> None:
+        super().__init__("a recovery was ordered")
+        self.order = order
 
 
 def drive(
@@ -78,7 +156,7 @@ def drive(
 class ClientConnection:
     """The connection of an engine process to the user's process."""
 
-    def __init__(self, channel: Channel[ReplicaMessage], max_rounds: int) -> None:
+    def __init__(self, channel: Channel[ToReplica], max_rounds: int) -> None:
         """
         Args:
             max_rounds: most rounds of a replica in flight.
@@ -100,8 +178,13 @@ class ClientConnection:
 
         Raises:
             EngineError: the user's process has exited.
+            RecoveryOrdered: it has ordered a recovery.
         """
-        messages = self._channel.receive(0.0)
+        messages: list[ReplicaMessage] = []
+        for message in self._channel.receive(0.0):
+            if isinstance(message, Recover):
+                raise RecoveryOrdered(message)
+            messages.append(message)
         if self._channel.is_closed:
             raise EngineError("the user's process has ended")
         self._is_ending |= any(isinstance(message, Shutdown) for message in messages)

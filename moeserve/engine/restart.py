@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.errors import EngineError, WeightsChangedError
+from moeserve.errors import EngineError, SettingsError, WeightsChangedError
 from moeserve.interrupts import interrupts_allowed
 
 logger = logging.getLogger(__name__)
@@ -54,3 +54,17 @@ def restart(
             first_failure_s = now if first_failure_s is None else first_failure_s
             if now - first_failure_s >= SECONDS_TO_SHRINK:
                 config, first_failure_s = shrink(config), None
+
+
+def next_smaller(config: EngineConfig, config_of: Callable[[int], EngineConfig]) -> EngineConfig:
+    """Return the config of the next smaller number of replicas that is possible; this config if none is.
+
+    Args:
+        config_of: returns the config of a number of replicas, or raises an error.
+    """
+    for size in range(config.parallel.data_parallel_size - 1, 0, -1):
+        try:
+            return config_of(size)
+        except (SettingsError, EngineError) as error:
+            logger.warning("the engine cannot have %d replica(s): %s", size, error)
+    return config

@@ -124,3 +124,7 @@ class Scaling:
         error.__cause__ = cause
         self.done.set_exception(error)
         self._wake()
+
+
+def run_in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="scaling", daemon=True).start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,11 +16,12 @@ from moeserve.errors import DistributedError
 from moeserve.executor.results import TransferAnswers
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
+from moeserve.processes.failures import FailureReport
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, register, wait_for_messages
 from moeserve.protocol import Transfer, TransferResult
 from moeserve.scheduling.lockstep import Round, RoundResult, gathered
-from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
+from moeserve.worker.protocol import Faulted, FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
 
 
 def start_ranks(first: RankStart, records_fd: int | None = None) -> list[WatchedProcess[Any]]:
@@ -30,28 +31,46 @@ def start_ranks(first: RankStart, records_fd: int | None = None) -> list[Watched
         first: the start message of the replica's first rank.
         records_fd: the file of the ranks' progress records.
     """
+    last = first.rank + first.config.parallel.ranks_per_replica
+    return [start_rank(first, rank, records_fd) for rank in range(first.rank, last)]
+
+
+def start_rank(first: RankStart, rank: int, records_fd: int | None) -> WatchedProcess[Any]:
+    """Start the process of one rank. The arguments are those of `start_ranks`."""
     config = first.config
-    environment = environment_of_rank(config, usable_cores())
-    return [
-        start_process(
-            "moeserve.worker.rank_process:run",
-            rank_name(config, rank),
-            msgspec.structs.replace(first, rank=rank, show_progress=first.show_progress and rank == first.rank),
-            FromRank,
-            environment=environment,
-            records_fd=records_fd,
-        )
-        for rank in range(first.rank, first.rank + config.parallel.ranks_per_replica)
-    ]
+    return start_process(
+        "moeserve.worker.rank_process:run",
+        rank_name(config, rank),
+        msgspec.structs.replace(first, rank=rank, show_progress=first.show_progress and rank == first.rank),
+        FromRank,
+        environment=environment_of_rank(config, usable_cores()),
+        records_fd=records_fd,
+    )
+
+
+class RankFaultedError(DistributedError):
+    """A rank that could continue with other ranks has left its step, because another one failed."""
+
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(report.cause)
+        self.report = report
 
 
 class MultiprocExecutor:
     """An `Executor` whose ranks are processes on this host."""
 
-    def __init__(self, ranks: Sequence[WatchedProcess[Any]], config: EngineConfig) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[WatchedProcess[Any]],
+        config: EngineConfig,
+        epoch: int = 0,
+        interrupt: tuple[int, Callable[[], object]] | None = None,
+    ) -> None:
         """
         Args:
             ranks: the processes from `start_ranks`.
+            epoch: number of recoveries before. What ranks have sent in earlier epochs is dropped.
+            interrupt: a file descriptor, and what to call when it is readable while ranks load; it may raise.
 
         Raises:
             DistributedError: a rank has failed.
@@ -65,12 +84,16 @@ class MultiprocExecutor:
         self._transfers = TransferAnswers(len(ranks))
         loaded: dict[str, Loaded] = {}
         while len(loaded) < len(ranks):
-            wait_for_messages(ranks, None)
+            wait_for_messages(ranks, None, *([interrupt[0]] if interrupt else ()))
+            if interrupt:
+                interrupt[1]()
             self._require_alive()
             for rank in ranks:
                 for message in rank.receive():
-                    assert isinstance(message, Loaded), message
-                    loaded[rank.name] = message
+                    if isinstance(message, Loaded | Faulted) and message.epoch == epoch:
+                        if isinstance(message, Faulted):
+                            raise RankFaultedError(message.report)
+                        loaded[rank.name] = message
         self.loaded = [loaded[rank.name] for rank in ranks]
 
     def submit(self, work: Round) -> Future[RoundResult]:
@@ -92,6 +115,8 @@ class MultiprocExecutor:
     def progress(self) -> None:
         for rank, answers in zip(self._ranks, self._answers, strict=True):
             for message in rank.receive():  # also sends pending data
+                if isinstance(message, Faulted):
+                    raise RankFaultedError(message.report)
                 if isinstance(message, TransferResult):
                     self._transfers.add(message)
                 else:

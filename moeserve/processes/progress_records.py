@@ -68,6 +68,10 @@ class ProgressRecords:
     def read(self) -> list[ProgressRecord]:
         return [ProgressRecord(*fields) for fields in _LAYOUT.iter_unpack(self._memory)]
 
+    def clear(self) -> None:
+        """Forget what processes have written, some of which have ended."""
+        self._memory[:] = bytes(len(self._memory))
+
     def close(self) -> None:
         """Release the memory. May be called twice."""
         if self._fd >= 0:

@@ -66,8 +66,14 @@ class LoadedModel:
     updates: WeightUpdates | None = None  # None: no trainer may update the weights
 
 
-def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> LoadedModel:
+def load_model(
+    config: EngineConfig, groups: Groups, *, show_progress: bool, replaces_another: bool = False
+) -> LoadedModel:
     """Return this rank's part of a checkpoint's model, with its weights. Collective: all ranks.
+
+    Args:
+        replaces_another: this rank replaces one that has ended, while the others keep their weights. Memory is not
+            checked, because what they hold is not free.
 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.
@@ -105,7 +111,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if checkpoint is not None:
         file_hashes = _hash_files(config, (tensor.shard for tensor in checkpoint.tensors.values()))
         _choose_packing(config, description, checkpoint, model)
-    memory, budget = _check_memory(config, model)
+    memory, budget = _check_memory(config, model, replaces_another=replaces_another)
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
     if checkpoint is None:
@@ -149,7 +155,9 @@ def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
     return found
 
 
-def _check_memory(config: EngineConfig, model: Decoder) -> tuple[LoadingMemory, Budget | None]:
+def _check_memory(
+    config: EngineConfig, model: Decoder, *, replaces_another: bool
+) -> tuple[LoadingMemory, Budget | None]:
     """Return the memory that the weights of a model without memory need, and that of experts if some are on disk.
 
     Raises:
@@ -165,6 +173,8 @@ def _check_memory(config: EngineConfig, model: Decoder) -> tuple[LoadingMemory, 
         budget = choose_budget(model, config.weights.expert_memory, free, config.cache.kv_cache_memory)
     fills_all_first = config.weights.load_format == "dummy"
     memory = loading_memory(model, fills_all_first=fills_all_first)
+    if replaces_another:
+        return memory, budget
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
     if config.weights.experts_on_host:

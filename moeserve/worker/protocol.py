@@ -11,6 +11,7 @@ from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.mesh import Mesh
 from moeserve.kv.rules import RULES, CacheGroup
+from moeserve.processes.failures import FailureReport
 from moeserve.protocol import Transfer, TransferResult
 from moeserve.scheduling.lockstep import Round, RoundResult
 
@@ -22,6 +23,8 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     store: StoreAddress
     show_progress: bool = False  # show the progress of loading on a terminal
+    epoch: int = 0  # number of recoveries before
+    num_blocks: int | None = None  # KV cache blocks of each rank; None: as many as there is room for
 
     @property
     def dp_index(self) -> int:
@@ -42,7 +45,14 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Command to exit, sent after a round in which all replicas agreed to stop."""
 
 
-ToRank: TypeAlias = Round | Transfer | Leave
+class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
+    """Command to drop all connections and requests, and to connect again with the ranks of another epoch."""
+
+    epoch: int
+    store: StoreAddress
+
+
+ToRank: TypeAlias = Round | Transfer | Leave | Rejoin
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,16 +79,24 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """Message of a rank that it has loaded its part of the model, sent once."""
+    """Message of a rank that it has its part of the model, sent once in each epoch."""
 
     num_blocks: int  # number of KV cache blocks, the same on all ranks
     store: StoreFacts = StoreFacts()
     address: str = ""  # "host:port" at which other engines can read its KV cache items; empty: they cannot
     other_groups: list[GroupFacts] = []  # cache groups after the first; the same on all ranks
     file_hashes: tuple[tuple[str, str], ...] = ()  # of the checkpoint's files; see `hash_files`
+    epoch: int = 0
 
 
-FromRank: TypeAlias = Loaded | RoundResult | TransferResult
+class Faulted(msgspec.Struct, frozen=True, tag="faulted"):
+    """Message of a rank that another rank has failed. It waits for `Rejoin`."""
+
+    epoch: int
+    report: FailureReport
+
+
+FromRank: TypeAlias = Loaded | RoundResult | TransferResult | Faulted
 
 
 def rank_name(config: EngineConfig, rank: int) -> str:

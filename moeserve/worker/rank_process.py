@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+import msgspec
 import torch
 
 from moeserve.config.allocation import refusing_what_cannot_be_allocated
@@ -12,13 +13,16 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.config.resolve_parallel import too_few_gpus
 from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.groups import Groups
-from moeserve.errors import SettingsError
+from moeserve.distributed.store import WAIT_FOR_REPORTS_S
+from moeserve.errors import DistributedError, SettingsError
 from moeserve.numa import bind_thread, nodes_of_rank, usable_nodes
 from moeserve.processes import progress_records
+from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
+from moeserve.processes.failures import report_of
 from moeserve.processes.progress_records import Phase, set_phase
 from moeserve.scheduling.lockstep import Round
-from moeserve.worker.protocol import Leave, RankStart, ToRank, mesh_of
+from moeserve.worker.protocol import Faulted, Leave, RankStart, Rejoin, ToRank, mesh_of
 from moeserve.worker.worker import PendingRound, Worker
 
 logger = logging.getLogger(__name__)
@@ -31,51 +35,104 @@ def run(parent: Parent) -> None:
     """Execute the rounds that the engine process sends, until it sends `Leave`."""
     start = parent.config(RankStart)
     progress_records.attach(parent.records_fd, start.rank)
+    progress_records.begin_epoch(start.epoch)
     channel = parent.channel(ToRank)
     groups = join(start)
     with refusing_what_cannot_be_allocated(start.config):
-        worker = Worker(start.config, groups, show_progress=start.show_progress)
-    channel.send(worker.facts)
-    transfers = worker.start_transfers(channel.send)
-    has_ended = False  # True after an agreement to stop: no rank runs later rounds
-    running: PendingRound | None = None  # a round on a GPU whose result has not been sent
+        worker = Worker(start.config, groups, show_progress=start.show_progress, num_blocks=start.num_blocks)
+    RankLoop(parent.name, start, worker, channel).run()
 
-    def finish() -> None:
-        nonlocal running
-        if running is not None:
-            result, running = running.finish(), None  # on every rank, so that its table has the tokens
-            if start.answers:
-                channel.send(result)
 
-    def finish_if_done() -> None:
-        if running is not None and running.is_done:
-            finish()
+class RankLoop:
+    """The loop of a rank that has loaded the model."""
 
-    set_phase(Phase.IDLE)
-    worker.runner.step_runner.on_layers = finish_if_done  # called before the long part of a step
-    while True:
-        for message in channel.receive(None if running is None else 0.0):
-            if isinstance(message, Leave):
-                finish()
-                return
-            if has_ended:
-                continue
-            if not isinstance(message, Round):
-                transfers.submit(message)
-                continue
-            set_phase(Phase.COMPUTING)
-            started = worker.start(message)  # while a GPU computes the previous round
-            finish()
-            running = started
-            finish_if_done()
-            set_phase(Phase.IDLE)
-            has_ended = started.agreement.ends_all
-            if has_ended:
-                finish()
-                worker.close()  # collective: all ranks
-        if running is not None:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-            finish_if_done()
+    def __init__(self, name: str, start: RankStart, worker: Worker, channel: Channel[ToRank]) -> None:
+        self._name, self._start, self._worker, self._channel = name, start, worker, channel
+        self._epoch = start.epoch
+        self._is_out_of_step = False  # after an agreement to stop, or a failure of another rank: no round is run
+        self._running: PendingRound | None = None  # a round on a GPU whose result has not been sent
+
+    def run(self) -> None:
+        """Handle messages until `Leave`."""
+        transfers = self._worker.start_transfers(self._channel.send)
+        self._begin()
+        while True:
+            for message in self._channel.receive(None if self._running is None else 0.0):
+                if isinstance(message, Leave):
+                    self._finish()
+                    return
+                if isinstance(message, Rejoin):
+                    self._rejoin(message)
+                elif self._is_out_of_step:
+                    continue
+                elif isinstance(message, Round):
+                    self._run_round(message)
+                else:
+                    transfers.submit(message)
+            if self._running is not None:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                self._finish_if_done()
+
+    def _begin(self) -> None:
+        self._is_out_of_step = False
+        self._channel.send(msgspec.structs.replace(self._worker.facts, epoch=self._epoch))
+        self._worker.runner.step_runner.on_layers = self._finish_if_done  # called before the long part of a step
+        set_phase(Phase.IDLE)
+
+    def _run_round(self, message: Round) -> None:
+        set_phase(Phase.COMPUTING)
+        try:
+            started = self._worker.start(message)  # while a GPU computes the previous round
+            self._finish()
+            self._running = started
+            self._finish_if_done()
+            if started.agreement.ends_all:
+                self._is_out_of_step = True
+                self._finish()
+                self._worker.close()  # collective: all ranks
+        except DistributedError as error:
+            if self._start.config.failure.on_failure != "recover":
+                raise
+            self._leave(error)
+        set_phase(Phase.IDLE)
+
+    def _finish(self) -> None:
+        if self._running is not None:
+            result, self._running = self._running.finish(), None  # on every rank, so that its table has the tokens
+            if self._start.answers:
+                self._channel.send(result)
+
+    def _finish_if_done(self) -> None:
+        if self._running is not None and self._running.is_done:
+            self._finish()
+
+    def _rejoin(self, message: Rejoin) -> None:
+        self._epoch = message.epoch
+        try:
+            rejoin(self._worker, msgspec.structs.replace(self._start, epoch=message.epoch, store=message.store))
+        except RuntimeError as error:  # another rank has failed, or this recovery was given up
+            self._leave(DistributedError(str(error)))
+        else:
+            self._begin()
+
+    def _leave(self, error: DistributedError) -> None:
+        """Leave all groups, and wait for `Rejoin`."""
+        self._is_out_of_step, self._running = True, None
+        self._channel.send(Faulted(self._epoch, report_of(error, self._name)))
+        self._worker.groups.leave(str(error))  # others that wait for this rank fail at once
+
+
+def rejoin(worker: Worker, start: RankStart) -> None:
+    """Drop all connections and requests of a worker, and connect it in another epoch. Collective: all ranks."""
+    set_phase(Phase.LOADING)
+    progress_records.begin_epoch(start.epoch)
+    worker.groups.leave("this rank connects again, because another one was replaced")
+    groups = connected(start)
+    try:
+        worker.rejoin(groups)
+    except BaseException:
+        groups.leave("this rank could not connect again")
+        raise
 
 
 def join(start: RankStart) -> Groups:
@@ -84,17 +141,29 @@ def join(start: RankStart) -> Groups:
     The rank's GPU, if any, becomes this thread's current device. A rank on the CPU is bound to its NUMA nodes after it
     has compared the host's cores with the number of ranks, and before it starts other threads.
     """
-    config = start.config
-    device = take_device(config, start.rank)
-    groups = connect(
-        mesh_of(config),
-        start.rank,
-        Rendezvous(start.store, config.failure.collective_timeout, seconds_to_meet=SECONDS_TO_MEET),
-        check_order=config.failure.debug_collectives,
-        device=device,
-    )
-    take_nodes(config, start.rank)
+    groups = connected(start)
+    take_nodes(start.config, start.rank)
     return groups
+
+
+def connected(start: RankStart) -> Groups:
+    """Return connected groups of a rank. Collective: all ranks of the epoch."""
+    failure = start.config.failure
+    scope = f"epoch/{start.epoch}" if start.epoch else ""
+    return connect(
+        mesh_of(start.config),
+        start.rank,
+        Rendezvous(
+            start.store,
+            failure.collective_timeout,
+            scope,
+            seconds_to_meet=SECONDS_TO_MEET,
+            # A failure that is recovered from needs no complete report.
+            seconds_for_reports=0.0 if failure.on_failure == "recover" else WAIT_FOR_REPORTS_S,
+        ),
+        check_order=failure.debug_collectives,
+        device=take_device(start.config, start.rank),
+    )
 
 
 def take_nodes(config: EngineConfig, rank: int) -> None:

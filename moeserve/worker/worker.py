@@ -88,20 +88,26 @@ class Worker:
     """The worker of a rank, which holds a part of a model. All ranks have the same number of KV cache blocks."""
 
     @torch.inference_mode()
-    def __init__(self, config: EngineConfig, groups: Groups, *, show_progress: bool) -> None:
-        """Load and prepare everything. Collective: all ranks."""
-        self.groups = groups
+    def __init__(
+        self, config: EngineConfig, groups: Groups, *, show_progress: bool, num_blocks: int | None = None
+    ) -> None:
+        """Load and prepare everything. Collective: all ranks, of which some may call `rejoin` instead.
+
+        Args:
+            num_blocks: KV cache blocks of each rank; None: as many as there is room for on all ranks.
+        """
+        self.config, self.groups = config, groups
         self._num_threads = config.compute.num_threads
         set_num_threads(self._num_threads)
         started = time.monotonic()
-        loaded = load_model(config, groups, show_progress=show_progress)
+        loaded = load_model(config, groups, show_progress=show_progress, replaces_another=num_blocks is not None)
         self._loaded = loaded
         model, layers = loaded.model, loaded.model.moe_layers
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.weights.model_path, time.monotonic() - started)
         # collective: all ranks; all have loaded, so what is free now is left for caches
         groups.wait_until_loaded(config.failure.load_timeout, started)
-        context = RankContext(
+        context = self._context = RankContext(
             mesh=groups.mesh,
             tp_rank=groups.tp.rank_in_group,
             max_blocks=-(-config.schedule.max_model_len // config.cache.block_size),
@@ -112,32 +118,55 @@ class Worker:
             rules=model.cache_needs.rules,
             logprobs_mode=config.texts.logprobs_mode,
         )
-        factory = select_step_runner(config, model, groups, context)
+        self._step_runners = select_step_runner(config, model, groups, context)
         rebalances = config.experts.rebalance == "auto" and bool(layers)
-        reserved_bytes = factory.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
-        self.num_blocks = self._count_blocks(config, loaded, context, reserved_bytes)
-
-        self.load_meter = LoadMeter({index: layer.load for index, layer in layers.items()}, groups, loaded.expert_store)
+        reserved_bytes = self._step_runners.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
+        self.num_blocks = num_blocks or self._count_blocks(config, loaded, context, reserved_bytes)
         side_stream = CudaSideStream() if config.compute.device == "cuda" else None
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
         )
-        self._load: LoadWindow | None = None  # collected, not yet returned
-        caches = self._make_caches(config, model)
-        items = CachedItems(model.cache_items, caches, saved_rows_of(config))
+        self._caches = self._make_caches(config, model)
+        items = CachedItems(model.cache_items, self._caches, saved_rows_of(config))
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
         self._transfers: Transfers | None = None  # set by `start_transfers`
         address, other_groups = self._sender.address if self._sender else "", self._other_groups(config, model)
         self.facts = Loaded(self.num_blocks, store_facts, address, other_groups, loaded.file_hashes)
+        self._reports_state = config.failure.debug_rank_state
+        self._begin()
+        if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
+            (logger.warning if config.compute.device == "cpu" else logger.info)(note)
+
+    @torch.inference_mode()
+    def rejoin(self, connected: Groups) -> None:
+        """Continue in new groups, without requests. New ranks call the constructor. Collective: all ranks.
+
+        Args:
+            connected: groups of the same ranks. The worker has left its own.
+        """
+        started = time.monotonic()
+        self.groups = self.groups.reconnected(connected)
+        if self._dispatchers is not None:
+            self._dispatchers.reopen()  # collective: all ep ranks
+        self.groups.world.barrier()  # collective: all ranks; see `load_model`
+        self.groups.wait_until_loaded(self.config.failure.load_timeout, started)  # collective: all ranks
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what depends on requests and rounds: there are none yet."""
+        config, model, context = self.config, self._loaded.model, self._context
+        loads = {index: layer.load for index, layer in model.moe_layers.items()}
+        self.load_meter = LoadMeter(loads, self.groups, self._loaded.expert_store)
+        self._load: LoadWindow | None = None  # collected, not yet returned
         self.runner = ModelRunner(
             model,
             context,
-            factory.make(caches),
+            self._step_runners.make(self._caches),
             RequestTable(config.schedule.max_num_seqs, context.max_blocks, len(context.rules.tables)),
             appends_samples=config.schedule.async_scheduling,
             grammars=grammars_of(config.texts.tokenizer_path, config.texts.vocab_size),
-            drafter=drafter_of(config, model, caches),
+            drafter=drafter_of(config, model, self._caches),
             routes=route_buffer_of(config, model),
         )
         self.prepare_thread()
@@ -145,9 +174,6 @@ class Worker:
         self._num_rounds = 0
         self._previous: PendingRound | None = None
         self._finished_s = 0.0  # when the last step was finished
-        self._reports_state = config.failure.debug_rank_state
-        if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
-            (logger.warning if config.compute.device == "cpu" else logger.info)(note)
 
     def _count_blocks(
         self, config: EngineConfig, loaded: LoadedModel, context: RankContext, reserved_bytes: int

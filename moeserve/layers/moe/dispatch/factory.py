@@ -47,6 +47,10 @@ class DispatcherFactory(Protocol):
         """Prepare shared buffers before a captured step is replayed. Collective: all ep ranks."""
         ...
 
+    def reopen(self) -> None:
+        """Share buffers again after the group was connected again. Collective: all ep ranks."""
+        ...
+
     def close(self) -> None:
         """Release shared buffers. Collective: all ep ranks."""
         ...
@@ -82,6 +86,10 @@ class TorchDispatchers:
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
         """Return at once: any step may follow any other."""
+
+    def reopen(self) -> None:
+        if self.rows is not None:
+            self.rows.share_again(self.group)
 
     def close(self) -> None:
         """Return at once: nothing is shared."""

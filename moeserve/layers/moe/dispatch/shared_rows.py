@@ -24,7 +24,7 @@ from moeserve.step_inputs import StepInputs
 # ranks, e of this rank
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharedRows:
     """Rows in memory that all ranks of a group map. Layers use them one after another, each half of a step its own."""
 
@@ -34,6 +34,13 @@ class SharedRows:
     @property
     def row_bytes(self) -> int:
         return self.hidden_ND.shape[1] * self.hidden_ND.element_size()
+
+    def share_again(self, group: GroupCoordinator) -> None:
+        """Use new memory of the same size, after the group was connected again. Collective: all ep ranks."""
+        num_hidden, hidden_size = self.hidden_ND.shape
+        self.hidden_ND, self.output_PD = _shared(
+            group, num_hidden, len(self.output_PD), hidden_size, self.hidden_ND.dtype
+        )
 
     def of_half(self, step: StepInputs, top_k: int) -> SharedRows:
         """Return the rows that begin with the first token of this half of a step."""
@@ -48,9 +55,15 @@ def share_rows(
     Raises:
         TransportUnavailable: the ranks cannot share memory, for example because they are on several hosts.
     """
-    memory = group.share_memory(max_tokens * (1 + top_k) * hidden_size * dtype.itemsize)
+    return SharedRows(*_shared(group, max_tokens, max_tokens * top_k, hidden_size, dtype))
+
+
+def _shared(
+    group: GroupCoordinator, num_hidden: int, num_outputs: int, hidden_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    memory = group.share_memory((num_hidden + num_outputs) * hidden_size * dtype.itemsize)
     rows = memory.view(dtype).view(-1, hidden_size)
-    return SharedRows(rows[:max_tokens], rows[max_tokens:])
+    return rows[:num_hidden], rows[num_hidden:]
 
 
 @dataclass(frozen=True)

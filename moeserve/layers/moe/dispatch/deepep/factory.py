@@ -41,6 +41,9 @@ class DeepEPDispatchers:
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
         self.communicator.prepare(tokens_per_rank)
 
+    def reopen(self) -> None:
+        raise AssertionError("ranks with DeepEP are started again together")
+
     def close(self) -> None:
         self.communicator.close()
 

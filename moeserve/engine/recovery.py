@@ -1,0 +1,177 @@
+"""`Recovery`: failed ranks are replaced, and all others keep their processes and weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from moeserve.config.engine_config import EngineConfig
+from moeserve.controls import WeightState
+from moeserve.engine.generation import Generation
+from moeserve.engine.hang_watch import Finding
+from moeserve.engine.launcher import WorkerGroup
+from moeserve.engine.protocol import Recover, ReplicaFaulted
+from moeserve.errors import EngineError, MoeserveError
+from moeserve.interrupts import interrupts_allowed
+from moeserve.processes.failures import FailureReport, as_error, root_cause
+from moeserve.processes.supervision import SECONDS_TO_COLLECT, end_all, wait_for_messages
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+# Seconds for ranks to leave their step, and for new ones to start. Those that take longer are replaced too.
+SECONDS_TO_LEAVE = 10.0
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+class Recovery:
+    """The recovery of a generation that serves. Each has an epoch, and drops all that was sent in earlier ones.
+
+    1. Replicas in which a rank has failed, or has left its step because another rank failed, send `ReplicaFaulted`.
+    2. Failed engine processes are started again. All others receive `Recover`: they kill their failed ranks, start new
+       ones, and let all others close their connections, so that every rank leaves its step.
+    3. All ranks meet at a new store. Those that are new load the model meanwhile.
+    4. Each replica sends `Ready` with an empty scheduler, and the engine sends all requests again with their tokens.
+
+    A failure during 2 to 4 begins again at 2: the store is closed, so ranks that wait there fail.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self.is_prepared = False  # `prepare` has succeeded, and `run` was not called
+        self._generation = generation
+        self._finding: Finding | None = None
+        self._faults: list[FailureReport] = []
+
+    @property
+    def has_faults(self) -> bool:
+        """True if a replica waits for a recovery."""
+        return bool(self._faults)
+
+    def note(self, message: ReplicaFaulted) -> None:
+        if message.epoch == self._generation.epoch:
+            self._faults += message.reports
+
+    def collect_failures(self) -> list[FailureReport]:
+        """Return the failures that are known soon after the first sign of one."""
+        group, deadline = self._generation.group, time.monotonic() + SECONDS_TO_COLLECT
+        if not self._faults:
+            return group.collect_failures()
+        while True:
+            reports = [*(report for member in group.members for report in member.failures()), *self._faults]
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or any(not report.is_consequence for report in reports):
+                return reports
+            wait_for_messages(group.members, left_s)
+            for replica in group.replicas:  # tokens that were not received are computed again
+                for message in replica.receive():
+                    if isinstance(message, ReplicaFaulted):
+                        self.note(message)
+
+    def prepare(self, finding: Finding | None, weights: WeightState) -> bool:
+        """Return True if failed ranks can be replaced. If `on_failure` orders it, but it cannot be done, log why.
+
+        Args:
+            finding: processes to replace although they run.
+            weights: the weights with which the engine serves.
+        """
+        generation = self._generation
+        if generation.config.failure.on_failure != "recover":
+            return False
+        reason = reason_to_restart(generation.config, generation.group, has_own_weights=weights != WeightState())
+        if reason:
+            logger.warning("all ranks are started again, because %s", reason)
+            return False
+        self._finding, self.is_prepared = finding, True
+        return True
+
+    def run(self, is_cancelled: Callable[[], bool]) -> bool:
+        """Replace the failed processes. Return False if that is not possible: then none is left."""
+        if not self.is_prepared:
+            return False
+        self.is_prepared = False
+        began_s = time.monotonic()
+        try:
+            with interrupts_allowed():
+                self._replace_until_ready(is_cancelled)
+        except (MoeserveError, OSError) as error:
+            logger.warning("all ranks are started again, because failed ones could not be replaced: %s", error)
+            self._generation.end()
+            return False
+        except BaseException:
+            self._generation.end()
+            raise
+        seconds = time.monotonic() - began_s
+        logger.info("failed ranks were replaced in %.1f s; the others have kept their weights", seconds)
+        return True
+
+    def _replace_until_ready(self, is_cancelled: Callable[[], bool]) -> None:
+        """Replace failed processes, and those that fail meanwhile, until all replicas can serve.
+
+        Raises:
+            EngineError: too many processes fail, or the wait was cancelled.
+            MoeserveError: a new rank cannot load the model.
+        """
+        generation, finding, cause = self._generation, self._finding, ""
+        for _ in range(MAX_ATTEMPTS):
+            self._replace(() if finding is None else finding.guilty)
+            while not generation.take_ready():
+                finding = self._find_hung()
+                if finding or generation.faults or generation.group.has_failed:
+                    break
+                if is_cancelled():
+                    raise EngineError("the engine was shut down while it recovered")
+                wait_for_messages(generation.group.members, SECONDS_BETWEEN_LOOKS)
+            else:
+                return
+            reports = [finding.report] if finding else generation.group.collect_failures() + generation.faults
+            error = as_error(root_cause(reports), "while failed ranks were replaced")
+            if isinstance(error, ValueError):  # another attempt would fail in the same way
+                raise error
+            cause = str(root_cause(reports))
+            logger.warning("further ranks are replaced: %s", cause)
+        raise EngineError(f"{MAX_ATTEMPTS} attempts have failed; the last one: {cause}")
+
+    def _replace(self, guilty: Sequence[int]) -> None:
+        """Begin an epoch without processes that have ended or are guilty, and with new ones in their places."""
+        generation, group, parallel = self._generation, self._generation.group, self._generation.config.parallel
+        assert group.starter is not None
+        generation.epoch += 1
+        if group.watch is not None:
+            group.watch.restart()
+        store = group.starter.new_store()
+        for index, replica in enumerate(group.replicas):
+            if replica.failures() or parallel.num_ranks + index in guilty:
+                end_all([replica])  # before its place is used again
+                group.replicas[index] = group.starter.start(index, generation.epoch, generation.num_blocks)
+            else:
+                first = index * parallel.ranks_per_replica
+                lost = [rank for rank in range(first, first + parallel.ranks_per_replica) if rank in guilty]
+                replica.send(Recover(generation.epoch, lost, generation.num_blocks, store))
+        generation.begin_to_load()
+
+    def _find_hung(self) -> Finding | None:
+        watch, generation = self._generation.group.watch, self._generation
+        if watch is None:
+            return None
+        is_late = time.monotonic() - generation.began_s >= SECONDS_TO_LEAVE
+        return (watch.late_ranks(generation.epoch) if is_late else None) or watch.look()
+
+
+def reason_to_restart(config: EngineConfig, group: WorkerGroup, *, has_own_weights: bool) -> str:
+    """Return why all ranks must be started again after a failure; empty: failed ones can be replaced.
+
+    Args:
+        has_own_weights: a trainer has updated the weights, so new ranks would have others.
+    """
+    reasons = {
+        "its replicas are no processes of this host": group.starter is None,
+        "its ranks compute on GPUs": config.compute.device != "cpu",
+        "the weights were updated, and a new rank would load the checkpoint": has_own_weights,
+        "experts may have moved (rebalance='auto')": config.experts.rebalance == "auto",
+        "it has a store behind the KV cache, or exchanges blocks with other engines": bool(
+            config.store.kv_folder or config.store.kv_host_memory or config.store.kv_transfer_address
+        ),
+        "transformers runs the model": config.weights.model_impl == "transformers",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
