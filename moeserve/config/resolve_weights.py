@@ -76,8 +76,10 @@ def _expert_memory(settings: Settings, facts: Facts) -> int | float | Literal["a
             )
         return None
     what = f"expert_memory={shown(model.expert_memory)}"
-    if facts.on_gpu:
-        raise SettingsError(f"{what} is for CPUs, and device='cuda'; leave it out")
+    if facts.on_gpu and model.expert_device != "cpu":
+        raise SettingsError(
+            f"{what} is for experts on a CPU, and device='cuda'; add expert_device='cpu', or leave it out"
+        )
     if not facts.checkpoint.num_sparse_layers:
         raise SettingsError(f"{what}, but {facts.checkpoint.path} has no experts; leave it out")
     if not facts.machine.has_kernels:

@@ -165,23 +165,25 @@ def _check_memory(
         SettingsError: the settings need more memory than is left.
     """
     wait_for_cache_writers(cancelled_only=True)  # cancelled writers still hold the weights of a deleted model
-    free = free_bytes(config)
+    free, on_host = free_bytes(config), config.weights.experts_on_host
     budget = None
     if config.weights.expert_memory is not None:
         from moeserve.models.expert_store.budget import choose_budget
 
-        budget = choose_budget(model, config.weights.expert_memory, free, config.cache.kv_cache_memory)
+        beside = (free_memory(), 0) if on_host else (free, config.cache.kv_cache_memory)
+        budget = choose_budget(model, config.weights.expert_memory, *beside)
     fills_all_first = config.weights.load_format == "dummy"
     memory = loading_memory(model, fills_all_first=fills_all_first)
     if replaces_another:
         return memory, budget
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
-    if config.weights.experts_on_host:
-        on_host = loading_memory(model, fills_all_first=fills_all_first, device=torch.device("cpu"))
-        if on_host.peak > free_memory():
-            raise CheckpointError(_too_large(config, on_host, free_memory(), "the experts"))
-    require_room(config, model.cache_needs, free - memory.kept - (0 if budget is None else budget.num_bytes))
+    if on_host:
+        of_experts = loading_memory(model, fills_all_first=fills_all_first, device=torch.device("cpu"))
+        if of_experts.peak > free_memory():
+            raise CheckpointError(_too_large(config, of_experts, free_memory(), "the experts"))
+    expert_bytes = 0 if on_host or budget is None else budget.num_bytes
+    require_room(config, model.cache_needs, free - memory.kept - expert_bytes)
     return memory, budget
 
 

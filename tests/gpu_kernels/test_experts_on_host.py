@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +61,25 @@ def test_only_experts_are_quantised(
         assert model.head.weights.context.quantization is None
         (output,) = llm.generate([[3, 1, 4]], use_tqdm=False)
         assert output.outputs[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_experts_on_disk_give_the_same_tokens(
+    quantization: str | None,
+    on_host: None,
+    reference_named: Callable[[str], Reference],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Written by the first start, and read by the second."""
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    reference = reference_named("mixtral")
+    outputs = []
+    for on_disk in ({}, {"expert_memory": "50%"}, {"expert_memory": "50%"}):
+        with started(reference, quantization=quantization, **on_disk) as llm:
+            found = llm.generate(reference.prompts(5, 9), use_tqdm=False)
+            outputs.append([output.outputs[0].token_ids for output in found])
+            (moe, *_) = model_of(llm).moe_layers.values()
+            assert (moe.experts.stored is not None) == bool(on_disk)
+    assert outputs[0] == outputs[1] == outputs[2]

@@ -97,6 +97,8 @@ def test_experts_on_the_host_of_a_gpu_may_be_quantised() -> None:
     for quantization in ("int8", "int4"):
         weights = decide(expert_device="cpu", quantization=quantization, **ON_GPU).weights
         assert (weights.experts_on_host, weights.quantization) == (True, quantization)
+    three = decide(expert_device="cpu", expert_memory="25%", **ON_GPU).weights
+    assert (three.experts_on_host, three.expert_memory) == (True, 0.25)
     assert not decide(expert_device="cpu").weights.experts_on_host, "the device of the model is the CPU"
     assert not decide(**ON_GPU).weights.experts_on_host
 

@@ -70,8 +70,8 @@ def choose_budget(
 
     Args:
         wanted: bytes for experts on this rank, a share of the memory of all, or "auto": as much as fits.
-        free: bytes that this rank may allocate.
-        kv_cache_memory: bytes for the KV cache; None: "auto" leaves a share of the free memory.
+        free: bytes that this rank may allocate where its experts are.
+        kv_cache_memory: bytes for the KV cache there; None: "auto" leaves a share of the free memory.
 
     Raises:
         SettingsError: the memory is too small for one expert of each layer, or more than is left.
@@ -79,7 +79,7 @@ def choose_budget(
     sizes = expert_sizes(model)
     all_bytes = sum(size.num_experts * size.slot_bytes for size in sizes.values())
     _put_on_disk(model, is_on_disk=True)
-    left = free - loading_memory(model).kept
+    left = free - loading_memory(model, device=model.context.of_experts.device).kept
     if wanted == "auto":
         num_bytes = left - int(free * AUTO_SHARE) - (kv_cache_memory or 0)
     else:

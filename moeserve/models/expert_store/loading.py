@@ -39,7 +39,7 @@ def load_with_store(
         SettingsError: its folder is not this user's alone.
     """
     make_private_folder("expert_store", path.parent)
-    native = model.context.backend.native
+    native = model.context.of_experts.backend.native
     assert native is not None
     sizes = _sizes(model)
     file = _adopt(model, native, path, sizes)
@@ -89,20 +89,21 @@ def _places(file: StoreFile, name: str, sizes: dict[str, Rows]) -> list[tuple[in
 
 
 def _adopt(model: Decoder, native: ModuleType, path: Path, sizes: dict[str, Rows]) -> StoreFile | None:
-    """Set the weights to those of an existing file. Return None, without changing the model, if there is no such file.
+    """Set the weights to those of an existing file. Return None if there is no such file; weights are then to be filled.
 
-    Experts are mapped, which takes no memory. Other weights are copied, so that they stay in memory.
+    Experts are mapped, which takes no memory. Other weights are copied, to a GPU if they belong there.
     """
-    panels, _ = state_places(model)
+    panels, parameters = state_places(model)
     try:
         file = StoreFile(native, path, sizes)
         state: dict[str, Tensor] = {}
         for name in sizes:
             rows_RB = file.mapped_rows(name)
-            if name not in panels or not panels[name].is_on_disk:
-                memory = model.context.backend.allocate_weights(tuple(rows_RB.shape), torch.uint8, rows_RB.device)
-                rows_RB = memory.copy_(rows_RB)
-                if not file.is_intact(name, rows_RB):
+            weights = panels.get(name)
+            if weights is None or not weights.is_on_disk:
+                memory = bytes_of(parameters[name].data) if weights is None else _panels_like(rows_RB, weights)
+                rows_RB = memory.view(rows_RB.shape).copy_(rows_RB)
+                if not file.is_intact(name, rows_RB.cpu()):
                     raise ValueError(f"the checksum of {name} differs")
             state[name] = rows_RB.view(-1)
     except FileNotFoundError:
@@ -114,6 +115,10 @@ def _adopt(model: Decoder, native: ModuleType, path: Path, sizes: dict[str, Rows
     is_same = adopt_state(model, state)
     assert is_same
     return file
+
+
+def _panels_like(rows_RB: Tensor, weights: AnyWeights) -> Tensor:
+    return weights.context.backend.allocate_weights(tuple(rows_RB.shape), torch.uint8, rows_RB.device)
 
 
 def _write(
