@@ -89,7 +89,7 @@ def _places(file: StoreFile, name: str, sizes: dict[str, Rows]) -> list[tuple[in
 
 
 def _adopt(model: Decoder, native: ModuleType, path: Path, sizes: dict[str, Rows]) -> StoreFile | None:
-    """Set the weights to those of an existing file. Return None if there is no such file; weights are then to be filled.
+    """Set the weights to those of an existing file. Return None if there is none; weights are then to be filled.
 
     Experts are mapped, which takes no memory. Other weights are copied, to a GPU if they belong there.
     """
