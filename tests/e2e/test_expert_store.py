@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +277,43 @@ def test_requests_in_turns_get_the_same_tokens(
             assert given(llm, prompts, params) == expected
         assert any(num_waiting) == takes_turns
         num_waiting.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [20, pytest.param(3600, marks=[pytest.mark.soak, pytest.mark.timeout(4500)])])
+def test_experts_that_are_damaged_now_and_then(
+    seconds: float, reference_named: Callable[[str], Reference], folder: Path
+) -> None:
+    """Requests of four threads get the right tokens, or an error that names the expert; nothing grows."""
+    reference, dice = reference_named("mixtral-odd"), random.Random(0)
+    num_experts = json.loads((reference.folder / "config.json").read_text())["num_local_experts"]
+    prompts = [[dice.randrange(3, 90) for _ in range(dice.randrange(1, 30))] for _ in range(40)]
+    options = dict(dtype="float32", enable_prefix_caching=False)
+    with start(reference, **options) as llm:
+        expected = given(llm, prompts, ONE_TOKEN)
+    end, num_right, num_errors, sizes = time.monotonic() + seconds, 0, 0, []
+    with (
+        start(reference, expert_memory=least_memory(reference, **options), **options) as llm,
+        ThreadPoolExecutor(4) as threads,
+    ):
+
+        def run(number: int) -> str | None:
+            """Return an error, or None if the tokens are right."""
+            try:
+                assert given(llm, [prompts[number]], ONE_TOKEN) == [expected[number]]
+            except EngineError as error:
+                return str(error)
+            return None
+
+        while time.monotonic() < end:
+            layer, expert = dice.randrange(2), dice.randrange(num_experts)
+            weights = f"registered_layers.{layer}.1.network.experts.{dice.choice(('gate_up', 'down'))}.panels"
+            with damaged(file_in(folder), weights, expert, num_experts) if dice.random() < 0.5 else nullcontext():
+                results = [*threads.map(run, dice.sample(range(len(prompts)), 8))]
+            errors = [error for error in results if error is not None]
+            assert all(f"expert {expert} of layer {layer}" in error for error in errors), errors
+            num_right += len(results) - len(errors)
+            num_errors += len(errors)
+            sizes.append((threading.active_count(), len([*Path("/proc/self/fd").iterdir()])))
+    assert num_right > num_errors > 0
+    assert max(sizes[len(sizes) // 2 :]) <= max(sizes[: len(sizes) // 2])
