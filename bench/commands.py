@@ -13,6 +13,7 @@ MODULES = {
     "compare": "compare",
     "servers": "servers",
     "serve": "serve",
+    "day": "day",
     "startup": "startup",
     "quality": "quality",
     "ranks": "ranks",

@@ -1,12 +1,17 @@
-"""Bar charts as SVG, for light and for dark pages. Needs matplotlib."""
+"""Charts as SVG, for light and for dark pages. Needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moeserve.errors import missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # The same colour for the same bar in every chart
 COLOURS = {
@@ -14,6 +19,7 @@ COLOURS = {
     "vllm": "#8d6cc0", "transformers": "#8a8f98",
     "median": "#2f7dc4", "p90": "#e08a2c", "p99": "#8d6cc0",
 }  # fmt: skip
+CURVES = ["#2f7dc4", "#e08a2c", "#8d6cc0", "#8a8f98"]
 THEMES = {"": ("#1f2328", "#d0d7de"), "-dark": ("#f0f6fc", "#3d444d")}  # suffix of the file: text, grid
 COLUMNS = 3
 
@@ -26,6 +32,14 @@ class Panel:
     groups: Mapping[str, Mapping[str, float]]
 
 
+@dataclass(frozen=True)
+class Curves:
+    """Curves under one title: points by name."""
+
+    title: str
+    points: Mapping[str, Sequence[tuple[float, float]]]
+
+
 def save_bars(path: Path, panels: Sequence[Panel], unit: str, form: str = "{x:g}") -> list[Path]:
     """Write a chart for light pages and one for dark ones, and return their paths. All panels have the same axis.
 
@@ -35,19 +49,81 @@ def save_bars(path: Path, panels: Sequence[Panel], unit: str, form: str = "{x:g}
     Raises:
         SettingsError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise missing_extra("charts need matplotlib", "viz", error) from None
-
     if not panels:
         return []
     names = list(dict.fromkeys(name for panel in panels for group in panel.groups.values() for name in group))
     names.sort(key=[*COLOURS].index)
     columns = min(COLUMNS, len(panels))
     num_rows = -(-len(panels) // columns)
+
+    def draw(figure: Figure) -> None:
+        axes = list(figure.subplots(num_rows, columns, sharey=True, squeeze=False).flat)
+        for panel, area in zip(panels, axes, strict=False):
+            for place, name in enumerate(names):
+                offset = (place - (len(names) - 1) / 2) * 0.8 / len(names)
+                bars = [(index, group[name]) for index, group in enumerate(panel.groups.values()) if name in group]
+                positions = [index + offset for index, _ in bars]
+                heights = [height for _, height in bars]
+                area.bar(positions, heights, 0.8 / len(names), color=COLOURS[name], label=name)
+            labels = [name.replace(", ", "\n") for name in panel.groups]
+            area.set_xticks(range(len(labels)), labels, fontsize=8)
+            _trim(area, panel.title)
+        for area in axes[len(panels) :]:
+            area.set_axis_off()
+        axes[0].yaxis.set_major_formatter(form)
+        figure.supylabel(unit, fontsize=9)
+        handles, _ = axes[0].get_legend_handles_labels()
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+
+    return _save(path, (3.6 * columns + 0.6, 2.6 * num_rows + 0.5), draw)
+
+
+def save_curves(path: Path, panels: Sequence[Curves], label: str, band: tuple[float, float]) -> list[Path]:
+    """Write charts of curves for light pages and for dark ones, two side by side, and return their paths.
+
+    Args:
+        label: of the horizontal axis.
+        band: shaded part of the horizontal axis.
+
+    Raises:
+        SettingsError: matplotlib is not installed.
+    """
+    num_rows = -(-len(panels) // 2)
+
+    def draw(figure: Figure) -> None:
+        for panel, area in zip(panels, figure.subplots(num_rows, 2, squeeze=False).flat, strict=False):
+            area.axvspan(*band, color=CURVES[-1], alpha=0.3, linewidth=0)
+            for (name, points), colour in zip(panel.points.items(), CURVES, strict=False):
+                area.plot([x for x, _ in points], [y for _, y in points], color=colour, label=name, linewidth=1.5)
+            area.set_ylim(bottom=0)
+            area.set_xlabel(label, fontsize=9)
+            area.tick_params(labelsize=8)
+            area.legend(frameon=False, fontsize=8)
+            _trim(area, panel.title)
+
+    return _save(path, (8.0, 2.8 * num_rows), draw)
+
+
+def _trim(area: Axes, title: str) -> None:
+    area.set_title(title, fontsize=10)
+    area.grid(axis="y", linewidth=0.6)
+    area.set_axisbelow(True)
+    area.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) -> list[Path]:
+    """Write one figure in each theme.
+
+    Args:
+        size: width and height in inches.
+        draw: called with each figure, with the colours of its theme set.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_extra("charts need matplotlib", "viz", error) from None
+
     paths = []
     for suffix, (text, grid) in THEMES.items():
         style = {
@@ -56,27 +132,8 @@ def save_bars(path: Path, panels: Sequence[Panel], unit: str, form: str = "{x:g}
             "svg.fonttype": "none", "svg.hashsalt": "the same ids in every run",
         }  # fmt: skip
         with mpl.rc_context(style):
-            figure = Figure(figsize=(3.6 * columns + 0.6, 2.6 * num_rows + 0.5), layout="constrained")
-            axes = list(figure.subplots(num_rows, columns, sharey=True, squeeze=False).flat)
-            for panel, area in zip(panels, axes, strict=False):
-                for place, name in enumerate(names):
-                    offset = (place - (len(names) - 1) / 2) * 0.8 / len(names)
-                    bars = [(index, group[name]) for index, group in enumerate(panel.groups.values()) if name in group]
-                    positions = [index + offset for index, _ in bars]
-                    heights = [height for _, height in bars]
-                    area.bar(positions, heights, 0.8 / len(names), color=COLOURS[name])
-                area.set_title(panel.title, fontsize=10)
-                labels = [name.replace(", ", "\n") for name in panel.groups]
-                area.set_xticks(range(len(labels)), labels, fontsize=8)
-                area.grid(axis="y", linewidth=0.6)
-                area.set_axisbelow(True)
-                area.spines[["top", "right", "left"]].set_visible(False)
-            for area in axes[len(panels) :]:
-                area.set_axis_off()
-            axes[0].yaxis.set_major_formatter(form)
-            figure.supylabel(unit, fontsize=9)
-            patches = [Patch(color=COLOURS[name], label=name) for name in names]
-            figure.legend(handles=patches, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure)
             target = path.with_name(path.stem + suffix + path.suffix)
             target.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(target, transparent=True, metadata={"Date": None})

@@ -211,7 +211,10 @@ async def load(
                     "stream": True,
                     "stream_options": {"include_usage": True},
                 }
-                await _send(session, f"{url}/completions", body, answers[index])
+                try:
+                    await _send(session, f"{url}/completions", body, answers[index])
+                except aiohttp.ClientPayloadError as error:
+                    answers[index].error = f"the answer broke off: {error}"
 
             return answers, await send_all(send, len(requests), num_clients, arrivals)
         except (aiohttp.ClientError, OSError, LookupError, ValueError) as error:

@@ -294,6 +294,13 @@ def start_target(model: Path, sizes: Sizes, stack: ExitStack, name: str) -> Targ
     return stack.enter_context(STARTS[name](model, sizes))
 
 
+def free_port() -> int:
+    """Return a port of the loopback interface that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 @contextlib.contextmanager
 def serving(name: str, make: Callable[[int], Command]) -> Iterator[tuple[str, Command]]:
     """Start a server, yield its URL when it is ready, and stop it when the context is left.
@@ -301,8 +308,7 @@ def serving(name: str, make: Callable[[int], Command]) -> Iterator[tuple[str, Co
     Args:
         make: returns the command for a port.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     command, log = make(port), peers_folder() / "logs" / f"server-{name}.log"
     process = processes.start(command.arguments, log, command.variables)
     try:

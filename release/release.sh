@@ -21,7 +21,8 @@ git tag --annotate --message "moeserve $version" "v$version"
 
 cat <<END
 
-v$version is tagged in this clone, and dist/ is checked. To publish it, after .ci/run has passed:
+v$version is tagged in this clone, and dist/ is checked. release/clean_machine.sh tries its wheels on a bare Debian.
+To publish it, after .ci/run has passed:
 
     git push origin v$version
     build/dist-tools/bin/twine upload dist/*

@@ -13,6 +13,7 @@ DIFFERS = 3  # exit status if the model's results are not those of transformers
 
 
 def add_arguments(command: Parser) -> None:
+    command.usage = "moeserve verify [MODEL] [flags]"
     command.add_argument(
         "--reference",
         metavar="MODEL",
