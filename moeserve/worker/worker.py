@@ -58,6 +58,7 @@ from moeserve.worker.request_table import RequestTable
 from moeserve.worker.room import num_states_of
 from moeserve.worker.route_buffer import route_buffer_of
 from moeserve.worker.step_runner import EagerSteps, StepRunnerFactory
+from moeserve.worker.thread_count import ThreadCount
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,8 @@ class Worker:
             num_blocks: KV cache blocks of each rank; None: as many as there is room for on all ranks.
         """
         self.config, self.groups = config, groups
-        self._num_threads = config.compute.num_threads
-        set_num_threads(self._num_threads)
+        set_num_threads(config.compute.num_threads)
+        self._threads = ThreadCount(config.compute.num_threads)
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress, replaces_another=num_blocks is not None)
         self._loaded = loaded
@@ -258,7 +259,7 @@ class Worker:
         """Prepare the calling thread for steps. Torch has a number of threads for each thread that calls it."""
         # Torch does little beside the C++ kernels, and its threads would take the cores from theirs while they spin.
         has_kernels = self.runner.model.context.backend.native is not None
-        torch.set_num_threads(1 if has_kernels else self._num_threads)
+        torch.set_num_threads(1 if has_kernels else self._threads.number)
 
     def start_transfers(self, send: Callable[[TransferResult], None]) -> Transfers:
         """Start the threads that run transfers of KV cache items.
@@ -294,6 +295,9 @@ class Worker:
         """
         if self._loaded.checker is not None and self._loaded.checker.damage:
             raise EngineError(f"{self._loaded.checker.damage}; a new start packs the weights again")
+        if self._threads.update():
+            set_num_threads(self._threads.number)
+            self.prepare_thread()
         self.groups.begin_step(self._num_rounds)
         arrived = time.perf_counter()
         agreement = self._agree(work)

@@ -1,0 +1,49 @@
+"""Fewer threads while a container may use fewer cores than when its rank started.
+
+With more threads than a quota allows, all of them are stopped for the rest of each period of it, 100 ms by default.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from moeserve.machine import usable_cores
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 5.0  # a look takes 2 ms
+
+
+class ThreadCount:
+    """The number of threads of a rank's steps."""
+
+    def __init__(
+        self,
+        most: int,
+        cores: Callable[[], int] = usable_cores,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            most: the number of threads with all cores of the start.
+            cores: returns the number of cores that may be used now.
+            now: returns seconds.
+        """
+        self.number = self._most = most
+        self._cores, self._now = cores, now
+        self._cores_at_start, self._looked_at = cores(), now()
+
+    def update(self) -> bool:
+        """Look at the cores if some seconds have passed, and return True if the number has changed."""
+        now = self._now()
+        if now - self._looked_at < SECONDS_BETWEEN_LOOKS:
+            return False
+        self._looked_at = now
+        cores, before = self._cores(), self.number
+        self.number = max(1, min(self._most, self._most * cores // self._cores_at_start))
+        if self.number == before:
+            return False
+        logger.info("%d of %d cores may be used; steps have %d threads", cores, self._cores_at_start, self.number)
+        return True
