@@ -131,7 +131,7 @@ def new_empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Te
 
 @contextmanager
 def without_pool() -> Iterator[None]:
-    """Allocate large results by torch inside, like small ones, so that torch's dispatch shows all allocations."""
+    """Within the context, let torch allocate large results too, so that its dispatch shows all allocations."""
     global _uses_pool
     _uses_pool = False
     try:

@@ -392,7 +392,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **parameters: Any) -> SamplingParams:
-        """Return parameters from values of which None stands for the default, except as `max_tokens`.
+        """Return parameters from values. None stands for the default, but `max_tokens=None` for no limit.
 
         Raises:
             RequestError: as for the class.

@@ -1,4 +1,4 @@
-"""Quantisation of a checkpoint to 4 bits, with importances of the inputs of its weights in texts."""
+"""Quantisation of a checkpoint to 4 bits. Errors of a weight count by how large its inputs are in sample texts."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def finish_command(version: str | None, number: int) -> FinishUpdate:
 
 
 def require_success(outcome: Outcome | None) -> Outcome:
-    """Return an outcome.
+    """Return the outcome of a command that has succeeded.
 
     Raises:
         WeightUpdateError: the ranks have reported an error.

@@ -64,7 +64,7 @@ def _renders(template: str, messages: list[dict[str, Any]]) -> bool:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Return messages in the forms that a chat template may expect. Try each form if the template refuses the former.
+    """Return messages in each form that a chat template may expect. Try a form if the template refuses those before it.
 
     - Instructions (system and developer messages) at the start become one message. Later ones, and results of tools,
       become part of a user's turn if the template does not render them. A message never changes the ones before it,

@@ -256,7 +256,7 @@ def add_kv_cache_dtype(command: Parser) -> None:
 
 
 def add_model(command: Parser) -> None:
-    """Add the model of a command that reads no weights, and where it is in a hub."""
+    """Add the argument for a model whose weights are not read, and the flags for models in a hub."""
     command.add_argument(
         "model", metavar="MODEL", help="checkpoint folder, GGUF file, or OWNER/NAME in a hub; weights are not needed"
     )

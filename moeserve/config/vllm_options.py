@@ -187,7 +187,7 @@ def without_harmless(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_value(name: str, value: Any) -> Any:
-    """Return moeserve's value of a setting for one that vLLM may write differently."""
+    """Return the value of a setting as moeserve writes it, given as vLLM writes it."""
     return _OTHER_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
 
 

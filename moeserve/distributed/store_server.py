@@ -40,14 +40,14 @@ class Set(msgspec.Struct, frozen=True, tag="set"):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Add to a number, and return the sum."""
+    """Request to add to a number. The reply is the sum."""
 
     key: str
     amount: int
 
 
 class CompareSet(msgspec.Struct, frozen=True, tag="compare-set"):
-    """Set a key if it has the expected value, or if the key is absent and `expected` is empty. Return its value."""
+    """Request to set a key that has the expected value, or is absent if `expected` is empty. The reply is its value."""
 
     key: str
     expected: bytes
@@ -55,25 +55,25 @@ class CompareSet(msgspec.Struct, frozen=True, tag="compare-set"):
 
 
 class Delete(msgspec.Struct, frozen=True, tag="delete"):
-    """Remove a key. Return True if it existed."""
+    """Request to remove a key. The reply is True if it existed."""
 
     key: str
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Return True if all keys exist."""
+    """Request to look for keys. The reply is True if all of them exist."""
 
     keys: list[str]
 
 
 class Get(msgspec.Struct, frozen=True, tag="get"):
-    """Return the values of all keys, once all of them exist."""
+    """Request for the values of keys. The reply is sent once all of them exist."""
 
     keys: list[str]
 
 
 class Collect(msgspec.Struct, frozen=True, tag="collect"):
-    """Return all entries of a folder (the keys up to the last "/") by the rest of the key, once there are enough."""
+    """Request for all entries of a folder (keys up to the last "/") by the rest of the key, once there are enough."""
 
     folder: str
     num_entries: int

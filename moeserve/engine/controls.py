@@ -63,7 +63,7 @@ class Controls:
         return time.monotonic() - self._called_s if self.weights.is_updating and not self._waiting else 0.0
 
     def run(self, command: Command) -> Future[ControlResult]:
-        """Run a command after those before it. The result is an EngineError if the engine fails before."""
+        """Run a command once all earlier ones have ended. The result is an EngineError if the engine fails first."""
         if isinstance(command, StartUpdate) and self.weights.is_stale:
             command = msgspec.structs.replace(command, needs_all=True)
         ended: Future[ControlResult] = Future()
@@ -74,9 +74,9 @@ class Controls:
         return ended
 
     def begin(self, replicas: Iterable[ReplicaHandle]) -> None:
-        """Bring new replicas into the state of those before. Called before requests are sent to them.
+        """Bring new replicas into the state of the previous ones. Called before requests are sent to them.
 
-        They have the weights of the checkpoint. If those before had others, the weights are stale.
+        New replicas have the checkpoint's weights. If the previous ones had others, the weights are stale now.
         """
         self._replicas, self._missing = list(replicas), set()
         is_stale = self.weights.is_stale or self.weights.version != INITIAL_VERSION
@@ -85,7 +85,7 @@ class Controls:
             self._send(Pause(mode="keep"))
 
     def resend(self) -> None:
-        """Send the control that the replicas before had not ended. Called after requests were sent to the new ones."""
+        """Send the control again that the previous replicas did not end. Called after requests were sent to new ones."""
         if self._waiting:
             self._send_first()
 

@@ -253,7 +253,7 @@ class RecordWatch:
         self._watch = self._make_watch()
 
     def late_ranks(self, epoch: int) -> Finding | None:
-        """Return the ranks that have not begun an epoch yet, as hung ones; None: all have begun it."""
+        """Return a finding that names the ranks that have not begun an epoch yet as hung; None if all have begun it."""
         processes = self._watch.processes
         records = zip(processes, self._records.read(), strict=True)
         late = [i for i, (each, record) in enumerate(records) if each.engine is not None and record.epoch != epoch]

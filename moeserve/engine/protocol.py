@@ -26,14 +26,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class ReplicaFaulted(msgspec.Struct, frozen=True, tag="replica-faulted"):
-    """Sent by a replica of which ranks have failed or left their step. It waits for `Recover`."""
+    """Sent by a replica in which ranks have failed or left their step. The replica waits for `Recover`."""
 
     epoch: int
     reports: list[FailureReport]
 
 
 class Recover(msgspec.Struct, frozen=True, tag="recover"):
-    """Sent to a replica of which processes survive: replace failed ranks, and drop all requests."""
+    """Sent to a replica that has processes left: replace failed ranks, and drop all requests."""
 
     epoch: int
     lost: list[int]  # ranks of this replica to replace although they may run

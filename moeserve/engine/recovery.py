@@ -26,7 +26,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class Recovery:
-    """The recovery of a generation that serves. Each has an epoch, and drops all that was sent in earlier ones.
+    """The recovery of a generation that serves. Each begins an epoch, in which messages of earlier epochs are dropped.
 
     1. Replicas in which a rank has failed, or has left its step because another rank failed, send `ReplicaFaulted`.
     2. Failed engine processes are started again. All others receive `Recover`: they kill their failed ranks, start new

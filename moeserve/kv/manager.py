@@ -268,7 +268,7 @@ class CacheManager:
         return True
 
     def end_tokens(self, request: CachedRequest, num_tokens: int) -> ToStore:
-        """Let other requests find the blocks that newly computed tokens have filled, and drop blocks that none reads.
+        """Let other requests find the blocks that new tokens have filled, and drop blocks that no later token reads.
 
         Args:
             num_tokens: number of newly computed tokens, which `request.num_computed` includes.

@@ -40,7 +40,7 @@ class BuildContext:
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        """The dtype to which partial sums of chunks are rounded; None: there are none (`GroupCoordinator`)."""
+        """The dtype to which sums of chunks are rounded; None: sums are not in chunks (`GroupCoordinator`)."""
         return self.dtype if self.is_batch_invariant else None
 
     @property
@@ -79,7 +79,7 @@ class BuildContext:
         return self._with(has_memory=False)
 
     def with_memory(self) -> BuildContext:
-        """Return this context for parameters that get their memory."""
+        """Return a context in which parameters get memory."""
         return self._with(has_memory=True)
 
     def _with(self, **changes: Any) -> BuildContext:

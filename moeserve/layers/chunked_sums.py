@@ -33,7 +33,7 @@ def num_input_chunks(can_divide: Callable[[int], bool]) -> int:
 
 
 def keeps_bytes(num_chunks: int, num_ranks: int) -> bool:
-    """Return True if sums over this many ranks have the bytes of one rank: all have as many chunks, a whole branch."""
+    """Return True if sums over this many ranks have the bytes of one rank: each rank has a whole branch of the tree."""
     per_rank = num_chunks // num_ranks
     return num_ranks == 1 or (num_chunks % num_ranks == 0 and per_rank & (per_rank - 1) == 0)
 

@@ -47,7 +47,7 @@ class Linear(nn.Module):
         return None if self.weights.bias is None else self.weights.bias[0]
 
     def forward(self, input_TI: Rows) -> Tensor:
-        """Return [T, O]. `Float8Rows` are for weights in 8-bit blocks."""
+        """Return the projected rows [T, O]. Only weights in 8-bit blocks accept `Float8Rows`."""
         output_TO: Tensor = self.weights.product.multiply(input_TI)
         return output_TO
 
@@ -65,7 +65,7 @@ class Linear(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Projections of inputs of their own, whose outputs are side by side in one tensor."""
+    """Several projections, each of an input of its own, whose outputs are side by side in one tensor."""
 
     def __init__(self, num_inputs: int, sizes: Sequence[int], context: BuildContext) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class SideBySide(nn.Module):
         self.sizes = list(sizes)
 
     def forward(self, inputs_TI: Sequence[Tensor]) -> Tensor:
-        """Return [T, O], from an input for each part."""
+        """Return the outputs of all parts [T, O], given an input [T, I] for each part."""
         out_TO = new_empty(inputs_TI[0], len(inputs_TI[0]), sum(self.sizes))
         parts = zip(self.parts, inputs_TI, out_TO[:, None].split(self.sizes, dim=2), strict=True)
         for weights, input_TI, part_T1O in parts:
@@ -83,7 +83,7 @@ class SideBySide(nn.Module):
         return out_TO
 
     def rows(self, at: At, *parts: tuple[str, slice, int]) -> Iterator[Row]:
-        """Yield the rows of the weights. `parts`: of each the name, the share of this rank, and all rows."""
+        """Yield the rows of the weights. A part has a name, this rank's share of its rows, and the number of all."""
         for weights, (name, share, num_rows) in zip(self.parts, parts, strict=True):
             yield at(f"{name}.weight"), some_rows(weights.open.weight_eOI[0], share, num_rows, weights)
 

@@ -133,7 +133,7 @@ class NetworkSpec:
 
 
 class FeedForwardSpec(NetworkSpec):
-    """The shape of a network that computes each token by itself, and has the names of one."""
+    """The shape of a feed-forward network: it computes each token by itself, and its tensors are named `mlp`."""
 
     name = "mlp"
     norm_name = "post_attention_layernorm"
@@ -180,7 +180,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def stages(self, rows: Any, run: Run, cache: Any) -> Stages[Tensor]:
-        """Compute the same as a generator, if the network `waits`."""
+        """Compute `forward` as a generator that yields before it waits for other ranks; for networks with `waits`."""
         raise NotImplementedError
 
 

@@ -181,7 +181,7 @@ def rotated_in_windows(attention: AttentionSpec, windows: Sequence[int | None]) 
 
 
 def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_experts_per_tok") -> tuple[int, int]:
-    """Read the number of experts of a layer and per token. `keys` are names of the former, the usual one first."""
+    """Read the number of experts of a layer, and per token. `keys` name the number of a layer, the usual name first."""
     key = config.key_of(*keys)
     num_experts = config.integer(key, high=2**14)
     top_k = config.integer(top_k_key)

@@ -69,7 +69,7 @@ class ProgressRecords:
         return [ProgressRecord(*fields) for fields in _LAYOUT.iter_unpack(self._memory)]
 
     def clear(self) -> None:
-        """Forget what processes have written, some of which have ended."""
+        """Clear all records, because some of the processes have ended."""
         self._memory[:] = bytes(len(self._memory))
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def begin_layer(layer: int) -> None:
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Record a phase, and the one before afterwards."""
+    """Record a phase within the context, and the previous one again afterwards."""
     before = set_phase(phase)
     try:
         yield
@@ -117,7 +117,7 @@ def in_phase(phase: Phase) -> Iterator[None]:
 
 
 def set_phase(phase: int) -> int:
-    """Record a phase, and return the one before."""
+    """Record a phase, and return the previous one."""
     return native.set_phase(phase) if (native := _native()) else Phase.LOADING
 
 

@@ -92,13 +92,13 @@ class Watched(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True if it ended by itself in time."""
+        """Return True if the process ended by itself in time."""
         ...
 
     def kill(self) -> None: ...
 
     def close(self) -> None:
-        """Release what has ended. May be called twice."""
+        """Release the resources of a process that has ended. May be called twice."""
         ...
 
 
@@ -251,7 +251,7 @@ class ProcessPoll(Generic[Member]):
 
 
 def register(processes: Sequence[Watched], poll: select.poll) -> None:
-    """Register what becomes ready when a process sends a message, takes what was not sent yet, or ends."""
+    """Register the descriptors that are ready once a process sends a message, accepts unsent data, or ends."""
     for process in processes:
         for fd in process.fds:
             poll.register(fd, select.POLLIN)

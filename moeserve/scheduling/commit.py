@@ -42,7 +42,7 @@ class PlannedChunk(NamedTuple):
     items: ChunkItems
 
     def place(self) -> tuple[list[int], int, int]:
-        """Return the block table of all tokens, the position of the first one, and the number with drafts."""
+        """Return the request's block table, the chunk's first position, and its number of tokens, drafts included."""
         return self.request.cache.tables[0], self.start, self.num_tokens + self.num_drafts
 
     def expected_state(self) -> ExpectedState:

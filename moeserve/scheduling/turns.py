@@ -26,7 +26,7 @@ class _Speed:
 
 
 class Turns:
-    """Chooses the requests that decode in each step. In a round, each has one turn."""
+    """Chooses the requests that decode in each step. In a round, each request has one turn."""
 
     def __init__(self, longest_wait: float) -> None:
         """

@@ -77,7 +77,7 @@ class Ignored:
 class Refused:
     """Marks a field that would change the answer in a way that is not supported.
 
-    Values that ask for nothing are valid: null, false, 0, and empty texts, lists and objects.
+    Values without an effect are valid: null, false, 0, and empty texts, lists and objects.
     """
 
     why: str
@@ -179,7 +179,7 @@ class RequestBody(Body):
 
     @property
     def unknown_fields(self) -> list[str]:
-        """Names of the unknown fields that ask for something."""
+        """Names of the unknown fields whose values are not null, false, 0 or empty."""
         return [name for name, value in (self.model_extra or {}).items() if value]
 
 
@@ -339,7 +339,7 @@ class Usage(BaseModel):
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as JSON holds it: that of an excluded token, minus infinity, as -9999, as in vLLM."""
+    """Return a log-probability as a number of JSON. Minus infinity, of an excluded token, is -9999, as in vLLM."""
     return max(logprob, -9999.0)
 
 

@@ -128,7 +128,7 @@ class Service:
     def end_fields(self, output: CompletionOutput) -> dict[str, Any]:
         """Return the fields that a choice has at the end of its output, for trainers.
 
-        Its "weight_versions" with `rl`, and its "routed_experts", the base64 form of a file of numpy, with routes.
+        With `rl`, it has "weight_versions". If routes are returned, it has "routed_experts", a .npy file in base64.
         """
         fields: dict[str, Any] = {}
         if output.finish_reason is not None and self.llm.config.weights.rl:

@@ -57,7 +57,7 @@ class Upstream:
         self._avoided_until = time.monotonic() + AVOID_S
 
     async def watch(self, client: aiohttp.ClientSession) -> None:
-        """Check the server's health at intervals, for ever. Requests that wait for a silent server end."""
+        """Check the server's health at intervals, without end. If it is silent, end the requests that wait for it."""
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)

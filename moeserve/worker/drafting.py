@@ -108,10 +108,11 @@ class DraftRows:
 class ModuleDrafter:
     """A drafter with the model's N modules for multi-token prediction (MTP), each of which drafts one token.
 
-    The modules run one after another on all rows of a step. At each position, a module reads the hidden state of the
-    one before there, and a token that is one position later: the last of these is the token that the one before
-    has drafted. A module's keys and values therefore depend on N - 1 tokens that may prove wrong. The rows of these
-    positions are computed again with the next step, for which the model's hidden states are kept (`KeptRows`).
+    The modules run one after another on all rows of a step. At each position, a module reads two inputs: the hidden
+    state of the previous module at this position, and a token that is one position later than that of the previous
+    module. At the last position this is the token that the previous module has drafted. A module's keys and values
+    therefore depend on N - 1 tokens that may prove wrong. The rows of these positions are computed again with the next
+    step, for which the model's hidden states are kept (`KeptRows`).
 
     Further tokens are drafted from N rows of each request at the next positions. Their hidden states are those from
     which the last N tokens were drafted, instead of the model's. If layers keep nothing of drafts (`redoes_drafts`),
@@ -287,7 +288,7 @@ class KeptRows:
         """Return the step with the rows before each chunk that samples, and keep the last rows of all chunks.
 
         The modules have the right tokens for all other chunks, and need no rows before them. All ranks have to know the
-        number of rows: where a request has fewer that are known, other rows are added and not used.
+        number of rows: where fewer rows of a request are known, unused ones are added.
         """
         chunks: list[Chunk] = []
         unused: list[bool] = []  # for each chunk

@@ -344,7 +344,7 @@ def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placem
 
 
 def store_key(config: EngineConfig, model: RankModel) -> str:
-    """Return a hash that names this rank's KV cache items in a folder, of everything but tokens that they depend on."""
+    """Return the name of this rank's folder of KV cache items: a hash of all that they depend on except tokens."""
     groups = model.groups
     layout = [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop]
     return hash_key(_cache_facts(config, model), layout)

@@ -205,8 +205,10 @@ def prompt_logprobs(
     upload: Upload,
     logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> list[Tensor]:
-    """Return log-probabilities of each row's target and of its `params.prompt_logprobs` most likely tokens, as
-    NUM_PROMPT_TENSORS tensors for `prompt_rows`. Of the processing, only the temperature concerns a prompt.
+    """Return log-probabilities of each row's target and of its `params.prompt_logprobs` most likely tokens.
+
+    The result has NUM_PROMPT_TENSORS tensors, which `prompt_rows` reads. Processed log-probabilities of a prompt have
+    its temperature, and no other sampling parameter changes them.
     """
     assert logits_RV.shape[0] == len(targets_R), f"{logits_RV.shape[0]} rows of logits for {len(targets_R)} targets"
     rows_R = torch.arange(len(targets_R), device=logits_RV.device)

@@ -256,7 +256,7 @@ class Worker:
         return sender, receiver
 
     def prepare_thread(self) -> None:
-        """Prepare the calling thread for steps. Torch has a number of threads for each thread that calls it."""
+        """Prepare the calling thread for steps: torch's number of threads is set for each calling thread."""
         # Torch does little beside the C++ kernels, and its threads would take the cores from theirs while they spin.
         has_kernels = self.runner.model.context.backend.native is not None
         torch.set_num_threads(1 if has_kernels else self._threads.number)

@@ -95,9 +95,9 @@ class ConvolvedCache:
 class ConvolutionalAttention(OverTP):
     """Attention of each token to the tokens of its own request up to itself, or to the last `window` of them.
 
-    Each tp rank has a share of the key-value heads with the query heads that read them. The convolution of heads is a
-    sum of products, one for each tap, with channels that were convolved as many tokens earlier: by a convolution whose
-    taps are shifted.
+    Each tp rank has a share of the key-value heads with the query heads that read them. The convolution of a head is a
+    sum over its taps: each tap multiplies the channels as they were convolved some tokens earlier. A convolution of the
+    channels with taps that are shifted by as many tokens returns these.
     """
 
     def __init__(self, config: ConvolutionalAttentionSpec, hidden_size: int, context: BuildContext) -> None:

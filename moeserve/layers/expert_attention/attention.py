@@ -49,7 +49,7 @@ class ExpertAttentionSpec(NetworkSpec):
 
     @property
     def heads(self) -> AttentionSpec:
-        """Attention with as many heads, whose cache is the same."""
+        """Grouped-query attention with as many heads, which has the same cache."""
         num_heads = self.router.top_k * self.num_kv_heads
         return AttentionSpec(
             num_heads=num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary=self.rotary

@@ -296,7 +296,7 @@ class Attention(OverTP):
     def write(
         self, rows: Rows | tuple[Tensor, ...], run: Run, cache: KeyValueCache
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Write keys and values to the cache. Return the queries [T, N, H], and all that is projected."""
+        """Write keys and values to the cache. Return the queries [T, N, H], and all projections (`projected_sizes`)."""
         step, rotations = run.step.of_group(cache.group), run.rotations
         if isinstance(rows, tuple):  # gates read what queries read
             together = self.query_key_value((*rows, rows[0])[: len(self.projected_sizes)])
@@ -375,7 +375,7 @@ class TokenNorm(nn.Module):
         return self.norm.rows(at)
 
     def forward(self, heads_TNH: Tensor) -> Tensor:
-        """Every rank norms the heads of all, so that the order of the sum does not depend on the number of ranks."""
+        """Return the normalised heads [T, N, H]. Each rank norms the heads of all, so sums have the same order."""
         if self.tp.world_size == 1:
             return self.norm(heads_TNH.flatten(1)).view_as(heads_TNH)
         num_tokens, num_ranks = len(heads_TNH), self.tp.world_size

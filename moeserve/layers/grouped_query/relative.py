@@ -61,7 +61,7 @@ class RelativeScores(nn.Module):
         yield at("rel_logits_proj.proj"), whole(self.map.weight.T, self.map.weights)
 
     def forward(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
-        """Return [T, N, E]."""
+        """Return scores [T, N, E]: for each token and head, one score for each of E distances."""
         num_tokens, num_heads = len(hidden_TD), self.heads.stop - self.heads.start
         state_TX = self.states(self.states.weights.input_of(hidden_TD))
         state_TNS = state_TX.view(num_tokens, num_heads, self.config.size)

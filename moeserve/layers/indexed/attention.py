@@ -138,7 +138,7 @@ class Indexer(nn.Module):
         yield from self.key_norm.rows(at.under("k_layernorm"))
 
     def forward(self, hidden_TD: Tensor, run: Run, cache: IndexedCache, *, chooses: bool) -> StepInputs:
-        """Store the keys of windows. Return the step in which each token is a chunk whose context are its choices.
+        """Store the keys of windows. Return a step in which each token is a chunk, whose context is its chosen windows.
 
         Args:
             chooses: False: each token attends to all positions up to itself.

@@ -100,7 +100,7 @@ class Router(nn.Module):
             yield at("tid2eid"), whole(self.table)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs | None = None) -> Routing:
-        """Route this rank's tokens of a step, which is needed where token ids determine the experts."""
+        """Route this rank's tokens [t, D]. `step` is needed where token ids determine the experts."""
         given_TK = None
         if self.table is not None:
             assert step is not None

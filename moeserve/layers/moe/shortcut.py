@@ -1,6 +1,7 @@
-"""Experts on a shortcut (ScMoE, arXiv 2404.05019): they read the rows of a dense network, and are added after the next.
+"""Experts on a shortcut (ScMoE, arXiv 2404.05019): their input is that of a dense network, their output
+is added after the next one.
 
-They run before that dense network, so that the two halves of a step can overlap there.
+The experts run before the first dense network, so that the two halves of a step can overlap there.
 """
 
 from __future__ import annotations

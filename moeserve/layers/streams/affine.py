@@ -74,7 +74,7 @@ class AffineResidual(Residual):
 
 @dataclass(frozen=True)
 class FirstNorm:
-    """The norm before the first network, with a function of the embedded tokens before it."""
+    """The norm before the first network, and a function of the embedded tokens that is applied before the norm."""
 
     def build(self, build: Build, form: RowsForm) -> FirstRows:
         return FirstRows(build)

@@ -74,7 +74,7 @@ class Fork(Place):
 
 
 class Join(Fork):
-    """The place of a network that reads the rows of the one before it."""
+    """The place of a network that reads the same normalised rows as the network before it."""
 
     def enter(self, stream: Forked, update_tD: Tensor | None) -> tuple[Forked, Any]:
         stream_tD, _ = self.norm.after_adding(update_tD, stream.stream_tD)

@@ -80,7 +80,7 @@ class NormWithEpsilon:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceSpec:
-    """How a network is connected to the residual stream."""
+    """The connection of a network to the residual stream."""
 
     entry_norm: nn.Module | None = None  # the norm before the network, if it is not that of the stream
     has_norm: bool  # False: the network reads the stream as it is, in plain rows

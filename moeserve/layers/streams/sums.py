@@ -55,13 +55,13 @@ class SumsStream:
         return AttendingPlace(SumsNormSpec(self.width).build(build, "plain"), build)
 
     def start(self, hidden_tX: Tensor) -> Sums:
-        """Return the sums: those of the previous pipeline stage, or before any the embedded tokens."""
+        """Return the sums that the previous pipeline stage has sent; on the first stage, the embedded tokens."""
         return Sums(hidden_tX, 0)
 
 
 @dataclass(frozen=True)
 class SumsNormSpec:
-    """How a network reads sums."""
+    """The attention by which a network reads sums."""
 
     num_sums: int  # that have begun
     begins_sum: bool = False  # the update before the network is the first of the last sum
@@ -97,7 +97,7 @@ class SumsNorm(nn.Module):
 
 
 class SumsPlace(Place):
-    """The place of a network that reads the update of the one before it."""
+    """The place of a network that reads the update of the network before it."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()

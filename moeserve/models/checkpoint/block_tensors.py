@@ -42,7 +42,8 @@ class BlockTensor:
     def build(
         cls, blocks: StoredTensor, options: tuple[PackedFormat, ...], shape: Sequence[int] | None = None
     ) -> BlockTensor:
-        """
+        """Return the weight that is stored in these blocks.
+
         Args:
             options: the formats of the checkpoint. The bytes of a row say which is that of this weight.
         """

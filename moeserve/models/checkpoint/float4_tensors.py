@@ -62,7 +62,7 @@ class Mxfp4Matrices(CheckpointTensor, Protocol):
 
     @property
     def is_mxfp4(self) -> bool:
-        """True if they are, and `read_mxfp4` returns them."""
+        """True if codes and scales are those of MXFP4, so that `read_mxfp4` returns them."""
 
     def read_mxfp4(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return codes [..., O, I / 2] and exponents [..., O, G] of slices of the first dimension, both uint8.

@@ -22,7 +22,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class LightningAttention(Protocol):
-    """The part of a layer between the activation of its projections and the norm of its outputs."""
+    """The recurrence of one layer, between activation and output norm: updates and reads the states of requests."""
 
     def __call__(self, mixed_TC: Tensor, log_decay_N: Tensor, states: Tensor, step: StepInputs, /) -> Tensor:
         """Return the outputs [T, X], and update the states.

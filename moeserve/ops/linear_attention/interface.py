@@ -73,7 +73,7 @@ class LinearAttentionWeights:
 
 
 class LinearAttention(Protocol):
-    """The part of a layer between its convolution and its output projection."""
+    """The recurrence of one layer, between its convolution and its output projection: updates and reads the states."""
 
     def __call__(
         self,

@@ -149,7 +149,7 @@ class CpuExpertStore:
         return list(map(sum, zip(*self.counters(), strict=True)))
 
     def record(self, *, is_on: bool) -> list[tuple[int, list[int]]]:
-        """Record which experts layers need from now on, or no more. Return what was recorded: layers and experts."""
+        """Start or stop to record which experts layers need. Return the recorded layers, each with its experts."""
         numbers, found = iter(self._native.record(is_on)), []
         for layer in numbers:
             size = next(numbers)
@@ -343,7 +343,7 @@ class CpuPacking:
         return memory
 
     def allocate_sharing_pages(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Do the same, where small weights share large pages. The memory of a page is freed with its last weight."""
+        """Return memory for weights. Small weights share large pages; a page is freed with its last weight."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or num_bytes >= MIN_LARGE_PAGES_BYTES:
             return self.allocate_weights(shape, dtype, device)

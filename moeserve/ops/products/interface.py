@@ -113,17 +113,17 @@ class Product(Protocol):
     """
 
     def multiply(self, input_TI: Any) -> Any:
-        """Return [T, C]."""
+        """Return the results [T, C]."""
         ...
 
 
 class GroupedProduct(Protocol):
-    """The same operation for weights of one shape, each with its own rows."""
+    """The operation of `Product` for several weights of one shape, each of which multiplies its own rows."""
 
     def multiply(
         self, rows_RI: Any, groups: RowGroups, gather: Gather | None = None, out_RC: Tensor | None = None
     ) -> Any:
-        """Return [R, C].
+        """Return the results [R, C].
 
         Args:
             rows_RI: the rows, or the source of `gather`.
@@ -138,10 +138,10 @@ class GroupedProduct(Protocol):
 
 
 class HeadProduct(Protocol):
-    """The same operation for weights of one shape, each with an input of its own of every token."""
+    """The operation of `Product` for several weights of one shape. Each token has an input for each weight."""
 
     def multiply(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
-        """Return [T, e, C].
+        """Return the results [T, e, C].
 
         Args:
             out_TeC: memory for the results, which may be a view of a wider tensor; None: new memory.

@@ -61,7 +61,7 @@ def add_scaled(a_TD: Tensor, b_TD: Tensor, factor_1: Tensor) -> Tensor:
 
 
 def gate_rows(gates: Tensor, rows_TD: Tensor, *, is_softplus: bool = False) -> Tensor:
-    """On a CPU the last bit of a sigmoid may depend on the number of rows."""
+    """Multiply rows by gates, see `GateRows`. On a CPU a sigmoid's last bit may depend on the number of rows."""
     return (functional.softplus(gates) if is_softplus else gates.sigmoid()) * rows_TD
 
 

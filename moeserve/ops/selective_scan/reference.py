@@ -34,7 +34,7 @@ class SelectiveScanWeights:
 
 
 class SelectiveScan(Protocol):
-    """The part of a layer between its projections."""
+    """The scan of one layer: updates the states of requests, and reads an output of each token from them."""
 
     def __call__(
         self,

@@ -53,7 +53,7 @@ UNSEEN_TYPES = ("image", "document")  # types of blocks that a user expects the 
 
 
 class Part(Body):
-    """A part of a request that may end a cached prefix. Prefixes are always cached; it changes only the usage."""
+    """A part of a request that may end a cached prefix. This changes only the usage: prefixes are always cached."""
 
     cache_control: Any = None
 

@@ -100,7 +100,7 @@ def pack(
 def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:
     """Return the number of pairs that `num_own` of `num_all` slots get if pairs are spread evenly, rounded up.
 
-    Padding rows are counted: their number is on the GPU only.
+    Pairs of padding rows are included, because the host does not know their number.
     """
     return -(-sum(tokens_per_rank) * top_k * num_own // num_all)
 

@@ -29,7 +29,7 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class Traffic:
-    """The numbers of tokens and pairs that this rank exchanges with each rank. The host needs no more of a routing."""
+    """The numbers of tokens and pairs that this rank exchanges with each rank: all that the host needs of a routing."""
 
     tokens_to: list[int]  # own tokens that the rank's experts compute
     tokens_from: list[int]  # tokens of the rank that this rank's experts compute

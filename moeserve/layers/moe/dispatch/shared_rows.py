@@ -43,7 +43,7 @@ class SharedRows:
         )
 
     def of_half(self, step: StepInputs, top_k: int) -> SharedRows:
-        """Return the rows that begin with the first token of this half of a step."""
+        """Return the rows from the first token of this half of a step on."""
         return SharedRows(self.hidden_ND[step.rows_before :], self.output_PD[step.rows_before * top_k :])
 
 
@@ -126,11 +126,11 @@ class SharedRowsDispatcher:
     A row is written once and read where it is needed; `all_to_all` copies it three times more. Experts write their
     outputs to `PackedTokens.out_RD`, which is in shared memory.
 
-    Each layer has two small all-gathers: of the routing, once hidden states are written, and of nothing, once outputs
-    are written. No rank overwrites rows that another still reads. A rank writes hidden states after the second
-    all-gather of the layer before, which all ranks join once they have read the hidden states of that layer. It writes
-    outputs after the first all-gather, which all ranks join once they have read the outputs of the layer before.
-    Halves of a step have rows of their own, for each of which this holds.
+    Each layer has two small all-gathers. The first carries the routing, after hidden states are written; the second is
+    a barrier, after outputs are written. No rank overwrites rows that another still reads. A rank writes hidden states
+    after the second all-gather of the previous layer, which all ranks join once they have read the hidden states of
+    that layer. It writes outputs after the first all-gather, which all ranks join once they have read the outputs of
+    the previous layer. Halves of a step have rows of their own, for each of which this holds.
     """
 
     takes_float8 = False
