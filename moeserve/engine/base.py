@@ -55,7 +55,7 @@ class EngineClient(Protocol):
 
     @property
     def refusal(self) -> str:
-        """The reason why requests are refused. Empty while requests are accepted, even if one restarts a failed engine."""
+        """The reason why requests are refused. Empty while accepted, even if one restarts a failed engine."""
         ...
 
     @property

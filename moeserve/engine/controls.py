@@ -85,7 +85,7 @@ class Controls:
             self._send(Pause(mode="keep"))
 
     def resend(self) -> None:
-        """Send the control again that the previous replicas did not end. Called after requests were sent to new ones."""
+        """Send again the control that previous replicas did not end. Called after requests were sent to new ones."""
         if self._waiting:
             self._send_first()
 
