@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from moeserve.machine import usable_cores
+from moeserve.ops.native import set_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +35,24 @@ class ThreadCount:
         self.number = self._most = most
         self._cores, self._now = cores, now
         self._cores_at_start, self._looked_at = cores(), now()
+        set_num_threads(most)
 
-    def update(self) -> bool:
-        """Look at the cores if some seconds have passed, and return True if the number has changed."""
+    def update(self, prepare_thread: Callable[[], None]) -> None:
+        """Look at the cores if some seconds have passed, and change the number of threads if it should be another.
+
+        Called between steps.
+
+        Args:
+            prepare_thread: prepares the calling thread for steps with `number` threads.
+        """
         now = self._now()
         if now - self._looked_at < SECONDS_BETWEEN_LOOKS:
-            return False
+            return
         self._looked_at = now
-        cores, before = self._cores(), self.number
-        self.number = max(1, min(self._most, self._most * cores // self._cores_at_start))
-        if self.number == before:
-            return False
-        logger.info("%d of %d cores may be used; steps have %d threads", cores, self._cores_at_start, self.number)
-        return True
+        cores = self._cores()
+        number = max(1, min(self._most, self._most * cores // self._cores_at_start))
+        if number != self.number:
+            logger.info("%d of %d cores may be used; steps have %d threads", cores, self._cores_at_start, number)
+            self.number = number
+            set_num_threads(number)
+            prepare_thread()

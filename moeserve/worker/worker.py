@@ -37,7 +37,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelSpec
 from moeserve.models.rank_model import RankModel
 from moeserve.ops.backend import Backend
-from moeserve.ops.native import missing_kernels, set_num_threads
+from moeserve.ops.native import missing_kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.processes.progress_records import Phase, in_phase
 from moeserve.protocol import ChunkResult, RankReport, StepPlan, StepResult, TransferResult
@@ -98,7 +98,6 @@ class Worker:
             num_blocks: KV cache blocks of each rank; None: as many as there is room for on all ranks.
         """
         self.config, self.groups = config, groups
-        set_num_threads(config.compute.num_threads)
         self._threads = ThreadCount(config.compute.num_threads)
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress, replaces_another=num_blocks is not None)
@@ -295,9 +294,7 @@ class Worker:
         """
         if self._loaded.checker is not None and self._loaded.checker.damage:
             raise EngineError(f"{self._loaded.checker.damage}; a new start packs the weights again")
-        if self._threads.update():
-            set_num_threads(self._threads.number)
-            self.prepare_thread()
+        self._threads.update(self.prepare_thread)
         self.groups.begin_step(self._num_rounds)
         arrived = time.perf_counter()
         agreement = self._agree(work)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+
+from moeserve.ops.native import set_num_threads
 from moeserve.worker.thread_count import SECONDS_BETWEEN_LOOKS, ThreadCount
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -21,8 +32,10 @@ def test_threads_follow_cores(most: int, cores: list[int], expected: list[int]) 
     count = ThreadCount(most, lambda: next(left), lambda: next(seconds))
     before = most
     for number in expected:
-        assert count.update() == (number != before)
-        assert count.number == number
+        prepared: list[int] = []
+        count.update(lambda: prepared.append(torch.get_num_threads()))  # noqa: B023
+        assert count.number == torch.get_num_threads() == number
+        assert prepared == ([number] if number != before else [])
         before = number
 
 
@@ -35,5 +48,5 @@ def test_cores_are_looked_at_seldom() -> None:
 
     count = ThreadCount(2, look, lambda: next(times))
     for _ in range(5):
-        count.update()
+        count.update(lambda: None)
     assert len(looks) == 1 + 2
