@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -305,7 +306,8 @@ class RankStore:
             sentences.append(f"No failure report from {format_ranks(silent)}: dead, stuck, or busy elsewhere.")
         for rank in others:
             if rank not in silent:
-                sentences.append(f"Rank {rank} reported: {self.store.get(f'failure/{rank}').decode()}.")
+                with contextlib.suppress(RuntimeError):  # the store has been closed
+                    sentences.append(f"Rank {rank} reported: {self.store.get(f'failure/{rank}').decode()}.")
         return " ".join(sentences)
 
     def close(self) -> None:

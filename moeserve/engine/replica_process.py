@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from moeserve.engine.driver import Driver, StepTimeoutError
 from moeserve.engine.protocol import Recover, ReplicaFaulted, ToReplica
 from moeserve.errors import DistributedError, EngineError
 from moeserve.executor.base import Executor
-from moeserve.executor.multiproc import MultiprocExecutor, RankFaultedError, start_rank, start_ranks
+from moeserve.executor.multiproc import MultiprocExecutor, RankFaultedError, start_rank
 from moeserve.processes import progress_records
 from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
@@ -35,16 +35,40 @@ def run(parent: Parent) -> None:
     """
     first_rank = parent.config(RankStart)
     progress_records.attach(parent.records_fd, first_rank.config.parallel.num_ranks + first_rank.dp_index)
-    ranks = start_ranks(first_rank, parent.records_fd)
+
+    def start(first: RankStart, number: int) -> WatchedProcess[Any]:
+        return start_rank(first, number, parent.records_fd)
+
+    ranks = [start(first_rank, number) for number in first_rank.numbers_of_replica]
     parent.adopt(ranks)
-    channel = parent.channel(ToReplica)
+    serve_epochs(parent.channel(ToReplica), first_rank, parent.name, ranks, start)
+
+
+def serve_epochs(
+    channel: Channel[ToReplica],
+    first_rank: RankStart,
+    name: str,
+    ranks: list[WatchedProcess[Any]],
+    start: Callable[[RankStart, int], WatchedProcess[Any]],
+) -> None:
+    """Serve one replica until all have agreed to shut down, in a new epoch after each recovery.
+
+    Args:
+        name: of this process.
+        ranks: the processes of the replica's ranks. Those that are replaced are replaced in this list.
+        start: starts the process of a rank, given the start message of the replica's first rank.
+
+    Raises:
+        EngineError: a rank, another replica or the user's process has failed, and no recovery is possible.
+    """
     has_loaded = first_rank.epoch > 0
+    joining: set[int] = set()  # indices of ranks that were started in this epoch, until all have loaded
     while True:
         try:
             # Before the first epoch is ready, the user's process sends nothing.
             interrupt = (channel.fileno(), lambda: _require_no_order(channel)) if has_loaded else None
             executor = MultiprocExecutor(ranks, first_rank.config, first_rank.epoch, interrupt)
-            has_loaded = True
+            has_loaded, joining = True, set()
             serve(channel, first_rank, executor)
             executor.shutdown()
             return
@@ -54,13 +78,15 @@ def run(parent: Parent) -> None:
             recovers = has_loaded and first_rank.config.failure.on_failure == "recover"
             if not recovers or isinstance(error, StepTimeoutError):
                 raise
-            channel.send(ReplicaFaulted(first_rank.epoch, _reports(ranks, error, parent.name)))
+            channel.send(ReplicaFaulted(first_rank.epoch, _reports(ranks, error, name)))
             order = _next_order(channel)
         first_rank = msgspec.structs.replace(
             first_rank, epoch=order.epoch, num_blocks=order.num_blocks, store=order.store, show_progress=False
         )
-        ranks = _recovered(ranks, first_rank, order, parent.records_fd)
-        parent.adopt(ranks)
+        # A rank that has not loaded fails because the store where it was to meet the others is closed.
+        numbers = enumerate(first_rank.numbers_of_replica)
+        joining |= {index for index, number in numbers if ranks[index].has_ended or number in order.lost}
+        _replace(ranks, joining, first_rank, start)
 
 
 def _reports(ranks: Sequence[WatchedProcess[Any]], error: DistributedError, name: str) -> list[FailureReport]:
@@ -88,18 +114,19 @@ def _next_order(channel: Channel[ToReplica]) -> Recover:
     raise EngineError("the user's process has ended")
 
 
-def _recovered(
-    ranks: Sequence[WatchedProcess[Any]], first: RankStart, order: Recover, records_fd: int | None
-) -> list[WatchedProcess[Any]]:
-    """Replace the failed ranks of a replica, and let the others join the new ones."""
-    is_lost = [rank.has_ended or first.rank + index in order.lost for index, rank in enumerate(ranks)]
-    end_all([rank for rank, lost in zip(ranks, is_lost, strict=True) if lost])  # before their places are used again
-    recovered = []
-    for index, (rank, lost) in enumerate(zip(ranks, is_lost, strict=True)):
-        if not lost:
-            rank.channel.send(Rejoin(order.epoch, order.store))
-        recovered.append(start_rank(first, first.rank + index, records_fd) if lost else rank)
-    return recovered
+def _replace(
+    ranks: list[WatchedProcess[Any]],
+    lost: Collection[int],
+    first: RankStart,
+    start: Callable[[RankStart, int], WatchedProcess[Any]],
+) -> None:
+    """Replace the ranks with these indices, and let all others join the new ones."""
+    end_all([ranks[index] for index in lost])  # before their places are used again
+    for index, number in enumerate(first.numbers_of_replica):
+        if index in lost:
+            ranks[index] = start(first, number)
+        else:
+            ranks[index].channel.send(Rejoin(first.epoch, first.store))
 
 
 def serve(channel: Channel[ToReplica], start: RankStart, executor: Executor) -> None:

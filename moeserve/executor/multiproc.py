@@ -24,19 +24,13 @@ from moeserve.scheduling.lockstep import Round, RoundResult, gathered
 from moeserve.worker.protocol import Faulted, FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
 
 
-def start_ranks(first: RankStart, records_fd: int | None = None) -> list[WatchedProcess[Any]]:
-    """Start the processes of all ranks of a replica.
+def start_rank(first: RankStart, rank: int, records_fd: int | None) -> WatchedProcess[Any]:
+    """Start the process of one rank of a replica.
 
     Args:
         first: the start message of the replica's first rank.
         records_fd: the file of the ranks' progress records.
     """
-    last = first.rank + first.config.parallel.ranks_per_replica
-    return [start_rank(first, rank, records_fd) for rank in range(first.rank, last)]
-
-
-def start_rank(first: RankStart, rank: int, records_fd: int | None) -> WatchedProcess[Any]:
-    """Start the process of one rank. The arguments are those of `start_ranks`."""
     config = first.config
     return start_process(
         "moeserve.worker.rank_process:run",
@@ -68,7 +62,7 @@ class MultiprocExecutor:
     ) -> None:
         """
         Args:
-            ranks: the processes from `start_ranks`.
+            ranks: the processes of all ranks of the replica, in order.
             epoch: number of recoveries before. What ranks have sent in earlier epochs is dropped.
             interrupt: a file descriptor, and what to call when it is readable while ranks load; it may raise.
 

@@ -31,6 +31,11 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
         return mesh_of(self.config).coordinates(self.rank).dp
 
     @property
+    def numbers_of_replica(self) -> range:
+        """The ranks of the replica whose first rank this is."""
+        return range(self.rank, self.rank + self.config.parallel.ranks_per_replica)
+
+    @property
     def samples(self) -> bool:
         """True if this rank samples its replica's tokens."""
         return self.rank % self.config.parallel.ranks_per_replica == sampling_rank(self.config)

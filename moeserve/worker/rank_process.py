@@ -110,7 +110,7 @@ class RankLoop:
         self._epoch = message.epoch
         try:
             rejoin(self._worker, msgspec.structs.replace(self._start, epoch=message.epoch, store=message.store))
-        except RuntimeError as error:  # another rank has failed, or this recovery was given up
+        except (RuntimeError, OSError) as error:  # another rank has failed, or this recovery was given up
             self._leave(DistributedError(str(error)))
         else:
             self._begin()

@@ -7,7 +7,7 @@ processes, the bytes between them (late, in pieces, through small buffers, or lo
 Invariants, named as in `replica_simulator.py`:
 
 - I3: a request ends exactly once. A client's request that it did not abort ends complete, or with an error that has a
-  cause; with on_failure="restart" it ends complete. Its tokens are those computed, none lost and none twice.
+  cause; without on_failure="end" it ends complete. Its tokens are those computed, none lost and none twice.
 - I4: an idle engine has no work, and its router knows of no load.
 - I8: between the end of a pause and the next resume no request gets a token, also if the engine restarts meanwhile. A
   control ends, with an error only if the engine has failed.
@@ -17,6 +17,8 @@ Invariants, named as in `replica_simulator.py`:
 - slow: with on_failure="end", requests end within 5 s of a failure, and of a hang within the timeouts.
 - crash: a call of the client raises nothing but the named errors.
 - orphans: after the shutdown no process is left, and every worker group was released once.
+- survivors: with on_failure="recover", a rank that is killed or raises is the only one whose weights are loaded again.
+- I11: a rank is dead before another one takes its place.
 """
 
 from __future__ import annotations
@@ -52,17 +54,16 @@ from moeserve.controls import (
 )
 from moeserve.engine.engine import Engine
 from moeserve.engine.launcher import WorkerGroup
-from moeserve.engine.protocol import FromReplica
-from moeserve.engine.replica_process import serve
+from moeserve.engine.protocol import FromReplica, ToReplica
+from moeserve.engine.replica_process import serve_epochs
 from moeserve.errors import DistributedError, EngineError, RequestError, StaleWeightsError
-from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import WatchedProcess, collect_failures
-from moeserve.protocol import ChunkResult, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Agreement, Round, RoundResult, agree
-from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, ToRank
+from moeserve.worker.protocol import Faulted, FromRank, Leave, Loaded, RankStart, Rejoin, ToRank
 from moeserve.worker.request_table import RequestTable
 
 STEP_TIMEOUT_S, LOAD_TIMEOUT_S, COLLECTIVE_TIMEOUT_S = 20, 60, 10
@@ -91,7 +92,7 @@ class EngineScenario:
     seed: int
     num_replicas: int = 3
     num_requests: int = 20
-    on_failure: Literal["end", "restart"] = "restart"
+    on_failure: Literal["end", "restart", "recover"] = "restart"
     fault: Fault = "none"
     fault_s: float = 0.0  # after the first request
     reload: Reload = "well"
@@ -108,7 +109,7 @@ class EngineScenario:
         return cls(
             seed=seed,
             num_replicas=dice.choice([1, 2, 3]),
-            on_failure=dice.choice(["end", "restart", "restart"]),
+            on_failure=dice.choice(["end", "restart", "recover"]),
             fault=dice.choice(list(Fault.__args__)),  # type: ignore[attr-defined]
             fault_s=dice.uniform(0.0, 3.0),
             reload=dice.choice(list(Reload.__args__)),  # type: ignore[attr-defined]
@@ -148,12 +149,14 @@ def config_of(scenario: EngineScenario, num_replicas: int | None = None) -> Engi
 
 
 class _Ranks:
-    """The collectives of the ranks of one worker group, and their model."""
+    """The collectives of the ranks of one worker group in one epoch, and their model."""
 
     def __init__(self, world: World, scenario: EngineScenario, num_replicas: int) -> None:
         self.world = world
         self.scenario = scenario
         self.num_replicas = num_replicas
+        self.members: dict[int, SimulatedProcess] = {}  # that have joined, by replica
+        self.is_left = False  # a rank has left the epoch, or the store where ranks meet is closed
         self.rows: dict[int, dict[int, list[int]]] = {}  # by round and replica
         self.steps: dict[int, set[int]] = {}  # replicas that have entered the step of a round
         self.outcomes: dict[int, Outcome] = {}  # of commands that concern weights, by round
@@ -195,9 +198,19 @@ class _Ranks:
         table.append_tokens(chunks, [token_id for each in results for token_id in each.token_ids])
         return RoundResult(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
 
-    def _wait_for_all(self, entered: Any) -> None:
-        if not self.world.wait(lambda: len(entered) == self.num_replicas, COLLECTIVE_TIMEOUT_S):
-            raise DistributedError(f"a collective has not ended within {COLLECTIVE_TIMEOUT_S} s")
+    def join(self, replica: int, process: SimulatedProcess) -> None:
+        """Wait until all ranks have joined this epoch."""
+        self.members[replica] = process
+        self._wait_for_all(self.members, LOAD_TIMEOUT_S)
+
+    @property
+    def is_broken(self) -> bool:
+        return self.is_left or any(member.exit_cause() is not None for member in self.members.values())
+
+    def _wait_for_all(self, entered: Any, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        self.world.wait(lambda: len(entered) == self.num_replicas or self.is_broken, timeout_s)
+        if len(entered) < self.num_replicas:
+            raise DistributedError("a collective has failed, or has not ended in time")
 
 
 @dataclass(eq=False)
@@ -246,6 +259,81 @@ def simulate_engine(
     return simulation.report()
 
 
+class _Starter:
+    """The replicas of one worker group. See `Starter`."""
+
+    def __init__(self, simulation: _EngineSimulation, config: EngineConfig) -> None:
+        self._simulation, self._config = simulation, config
+        self._store = StoreAddress(key="")
+        self._open()
+
+    def new_store(self) -> StoreAddress:
+        self._simulation.ranks[self._store.key].is_left = True
+        self._open()
+        return self._store
+
+    def start(self, replica: int, epoch: int = 0, num_blocks: int | None = None) -> WatchedProcess[Any]:
+        simulation = self._simulation
+        start = RankStart(config=self._config, rank=replica, store=self._store, epoch=epoch, num_blocks=num_blocks)
+        engine = simulation.new_process(f"engine of replica {replica}", functools.partial(simulation.run_engine, start))
+        simulation.engines[replica : replica + 1] = [engine]
+        return simulation.watched(engine, FromReplica)
+
+    def _open(self) -> None:
+        simulation, num_replicas = self._simulation, self._config.parallel.data_parallel_size
+        self._store = StoreAddress(key=str(len(simulation.ranks)))
+        simulation.ranks[self._store.key] = _Ranks(simulation.world, simulation.scenario, num_replicas)
+
+
+class _Rank:
+    """The loop of a simulated rank that has loaded the model. See `RankLoop`."""
+
+    def __init__(
+        self, simulation: _EngineSimulation, start: RankStart, channel: Channel[Any], process: SimulatedProcess
+    ) -> None:
+        self._simulation, self._start, self._channel, self._process = simulation, start, channel, process
+        self._is_out_of_step = False
+
+    def run(self) -> None:
+        self._join(self._start.epoch, self._start.store)
+        while True:
+            for message in self._channel.receive(None):
+                if isinstance(message, Leave):
+                    return
+                if isinstance(message, Rejoin):
+                    self._ranks.is_left = True
+                    self._trying(functools.partial(self._join, message.epoch, message.store))
+                elif not self._is_out_of_step:
+                    self._trying(functools.partial(self._execute, message))
+
+    def _trying(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except DistributedError as error:
+            if self._start.config.failure.on_failure != "recover":
+                raise
+            self._ranks.is_left = self._is_out_of_step = True
+            self._channel.send(Faulted(self._epoch, report_of(error, self._process.name)))
+
+    def _join(self, epoch: int, store: StoreAddress) -> None:
+        self._epoch, self._ranks = epoch, self._simulation.ranks[store.key]
+        self._ranks.join(self._start.rank, self._process)
+        self._table = RequestTable(self._start.config.schedule.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE)
+        self._number, self._is_out_of_step = 0, False
+        self._channel.send(Loaded(NUM_BLOCKS, epoch=epoch))
+
+    def _execute(self, message: Round) -> None:
+        simulation, replica = self._simulation, self._start.rank
+        if simulation.raises_in == replica:
+            simulation.raises_in = None
+            simulation.fault_at = simulation.world.now
+            raise ZeroDivisionError("planted")
+        result = self._ranks.execute(replica, self._table, self._number, message)
+        self._number += 1
+        self._channel.send(result)
+        self._is_out_of_step = result.agreement.ends_all
+
+
 class _EngineSimulation:
     def __init__(self, scenario: EngineScenario, engine_class: type[Engine], channel_class: type[Channel[Any]]) -> None:
         self.scenario = scenario
@@ -254,7 +342,9 @@ class _EngineSimulation:
         self.world = World(scenario.seed, LONGEST_S)
         self.processes: list[SimulatedProcess] = []
         self.engines: list[SimulatedProcess] = []  # of the newest group
-        self.num_groups = self.num_released = 0
+        self.num_groups = self.num_released = self.num_loads = 0  # loads of ranks
+        self.has_hung = False  # while it loaded
+        self.ranks: dict[str, _Ranks] = {}  # by store
         self.raises_in: int | None = None  # the replica whose rank fails in its next step
         self.fault_at: float | None = None
         self.pauses = scenario.num_pauses  # that are not resumed yet
@@ -272,14 +362,11 @@ class _EngineSimulation:
         self.num_groups += 1
         if self.num_groups == 2 and self.scenario.reload == "fails once":
             raise EngineError("no resources yet")
-        group = WorkerGroup(release=self.release)
-        ranks = _Ranks(self.world, self.scenario, config.parallel.data_parallel_size)
+        starter = _Starter(self, config)
+        group = WorkerGroup(release=self.release, starter=starter)
         self.engines = []
         for replica in range(config.parallel.data_parallel_size):
-            start = RankStart(config=config, rank=replica, store=StoreAddress(key=""))
-            engine = self.new_process(f"engine of replica {replica}", functools.partial(self.run_engine, start, ranks))
-            self.engines.append(engine)
-            group.replicas.append(self.watched(engine, FromReplica))
+            group.replicas.append(starter.start(replica))
         return group
 
     def close(self) -> None:
@@ -298,43 +385,34 @@ class _EngineSimulation:
         watched.channel.__class__ = self.channel_class
         return watched
 
-    def run_engine(self, start: RankStart, ranks: _Ranks, process: SimulatedProcess) -> None:
-        """Do what `engine.process.run` does."""
-        rank = self.new_process(f"rank {start.rank}", functools.partial(self.run_rank, start, ranks))
-        process.children.append(rank)
-        watched = [self.watched(rank, FromRank)]
-        channel = self.channel_class(process.link.theirs, ReplicaMessage)
-        try:
-            executor = MultiprocExecutor(watched, start.config)
-            serve(channel, start, executor)
-            executor.shutdown()
-        except Exception as error:
-            process.fail(channel, collect_failures(watched, [report_of(error, process.name)]))
+    def run_engine(self, start: RankStart, process: SimulatedProcess) -> None:
+        """Do what `replica_process.run` does."""
+        channel = self.channel_class(process.link.theirs, ToReplica)
 
-    def run_rank(self, start: RankStart, ranks: _Ranks, process: SimulatedProcess) -> None:
-        """Do what `worker.process.run` does."""
-        channel = self.channel_class(process.link.theirs, ToRank)
-        table = RequestTable(start.config.schedule.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE)
-        hangs = self.num_groups == 2 and self.scenario.reload == "hangs once"
-        slow = self.num_groups > 1 and self.scenario.reload == "slow"
-        self.world.wait(lambda: False, None if hangs else 0.9 * LOAD_TIMEOUT_S if slow else self.scenario.load_s)
-        channel.send(Loaded(NUM_BLOCKS))
-        number, has_ended = 0, False
+        def start_rank(first: RankStart, number: int) -> WatchedProcess[Any]:
+            alive = [rank for rank in process.children if rank.exit_cause() is None]
+            self.require(not alive, "I11", f"{alive} still run")
+            rank = self.new_process(f"rank {number}", functools.partial(self.run_rank, first))
+            process.children.append(rank)
+            return self.watched(rank, FromRank)
+
+        ranks = [start_rank(start, start.rank)]
         try:
-            while True:
-                for message in channel.receive(None):
-                    if isinstance(message, Leave):
-                        return
-                    if has_ended:
-                        continue
-                    if self.raises_in == start.rank:
-                        self.raises_in = None
-                        self.fault_at = self.world.now
-                        raise ZeroDivisionError("planted")
-                    result = ranks.execute(start.rank, table, number, message)
-                    number += 1
-                    channel.send(result)
-                    has_ended = result.agreement.ends_all
+            serve_epochs(channel, start, process.name, ranks, start_rank)
+        except Exception as error:
+            process.fail(channel, collect_failures(ranks, [report_of(error, process.name)]))
+
+    def run_rank(self, start: RankStart, process: SimulatedProcess) -> None:
+        """Do what `rank_process.run` does."""
+        channel = self.channel_class(process.link.theirs, ToRank)
+        self.num_loads += 1
+        is_reload = self.num_loads > self.scenario.num_replicas
+        hangs = is_reload and self.scenario.reload == "hangs once" and not self.has_hung
+        self.has_hung |= hangs
+        slow = is_reload and self.scenario.reload == "slow"
+        self.world.wait(lambda: False, None if hangs else 0.9 * LOAD_TIMEOUT_S if slow else self.scenario.load_s)
+        try:
+            _Rank(self, start, channel, process).run()
         except Exception as error:
             process.fail(channel, [report_of(error, process.name)])
 
@@ -391,12 +469,13 @@ class _EngineSimulation:
             elif (self.num_left or self.pauses) and not self.due:
                 world.wait(lambda: self.due, 10 * STEP_TIMEOUT_S)
         self.check_requests()
-        if engine.weights.is_stale and not engine.refusal:
-            self.run_control(StartUpdate())
-            self.run_control(FinishUpdate(version=str(self.version + 1), salt=b"new"))
-            self.require(not engine.weights.is_stale, "I9", f"the weights are stale after an update: {engine.weights}")
-        if scenario.fault == "none" or scenario.on_failure == "restart":
+        self.renew_weights()
+        if scenario.fault == "none" or scenario.on_failure != "end":
             self.check_idle()
+        is_seen = scenario.fault in ("kill rank", "raise", "kill engine") and self.fault_at is not None
+        if scenario.on_failure == "recover" and is_seen and scenario.reload == "well" and self.version == 0:
+            is_only_one = (self.num_groups, self.num_loads - scenario.num_replicas) <= (1, 1)
+            self.require(is_only_one, "survivors", f"{self.num_groups} groups, {self.num_loads} loads")
         engine.shutdown()
         alive = [process.name for process in self.processes if process.exit_cause() is None]
         self.require(not alive, "orphans", f"these are left: {alive}")
@@ -404,6 +483,14 @@ class _EngineSimulation:
         self.require(self.num_released == num_started, "orphans", f"{self.num_released} releases of {num_started}")
         if scenario.fault == "none":
             self.require(self.num_groups == 1, "false death", f"{self.num_groups} groups were started")
+
+    def renew_weights(self) -> None:
+        """Update the weights if they are stale after a failure."""
+        if self.engine.weights.is_stale and not self.engine.refusal:
+            self.run_control(StartUpdate())
+            self.run_control(FinishUpdate(version=str(self.version + 1), salt=b"new"))
+            weights = self.engine.weights
+            self.require(not weights.is_stale, "I9", f"the weights are stale after an update: {weights}")
 
     def run_control(self, command: Command) -> None:
         ended = self.engine.control(command)
@@ -578,7 +665,11 @@ class _EngineSimulation:
                 seed=10**6,
                 eos_token_ids=[END_TOKEN],
             )
-            engine.add(request)
+            try:
+                engine.add(request)
+            except StaleWeightsError:  # the failure was noticed only now
+                self.renew_weights()
+                engine.add(request)
             self.sent[request.request_id] = _Sent(request)
         least = list(engine.num_free_blocks)
         while engine.has_work:

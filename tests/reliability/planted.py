@@ -31,7 +31,7 @@ POINTS = {
     ),  # routing is known, no token has been sent
     "wait": ("moeserve.layers.moe.dispatch.allgather", "PendingAllGather.wait"),  # tokens are being sent
     "experts": ("moeserve.layers.moe.experts", "Experts.forward"),
-    "combine": ("moeserve.layers.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # no output was sent
+    "combine": ("moeserve.layers.moe.dispatch.allgather", "AllGatherDispatcher.combine_pairs"),  # no output was sent
     "logits": ("moeserve.layers.linear", "OutputHead.forward"),
     # A part of an expert is being received.
     "moving": ("moeserve.layers.moe.placement.rebalance", "Rebalancer._receive"),

@@ -14,6 +14,7 @@ from moeserve.controls import WeightState
 from moeserve.engine.engine import Engine
 from moeserve.engine.generation import Generation
 from moeserve.engine.in_flight import InFlight, RequestsInFlight
+from moeserve.engine.recovery import Recovery
 from moeserve.errors import RequestError
 from moeserve.processes.channel import Channel
 from moeserve.protocol import Request, RequestUpdate, Sample
@@ -116,6 +117,21 @@ class RouterIgnoresLoad(Engine):
         router.note_update = lambda request_id, has_ended: None  # type: ignore[method-assign]
 
 
+class ForgetsRequests(Engine):
+    """After a recovery requests are not sent again."""
+
+    def _continue_all(self) -> list[RequestUpdate]:
+        return [] if self._generation.epoch else super()._continue_all()
+
+
+class ReplacesEveryReplica(Recovery):
+    """No replica keeps its weights."""
+
+    def _replace(self, guilty: Sequence[int]) -> None:
+        num_ranks = self._generation.config.parallel.num_ranks
+        super()._replace(range(num_ranks, num_ranks + len(self._generation.group.replicas)))
+
+
 class LosesPieces(Channel[Any]):
     """It drops the beginning of a message whose end has not arrived."""
 
@@ -143,7 +159,7 @@ class OverlooksTheEnd(Channel[Any]):
 
 @dataclass(frozen=True)
 class PlantedInEngine:
-    part: Any  # a class of engines, of their requests, or of channels
+    part: Any  # a class of engines, of their requests, of their recoveries, or of channels
     names: set[str]  # invariants that the simulator may find violated first
 
     @property
@@ -157,6 +173,10 @@ class PlantedInEngine:
     @property
     def requests_class(self) -> type[RequestsInFlight]:
         return self.part if issubclass(self.part, RequestsInFlight) else RequestsInFlight
+
+    @property
+    def recovery_class(self) -> type[Recovery]:
+        return self.part if issubclass(self.part, Recovery) else Recovery
 
     @property
     def channel_class(self) -> type[Channel[Any]]:
@@ -175,6 +195,8 @@ PLANTED_IN_ENGINE = [
     PlantedInEngine(KeepsOldProcesses, {"orphans"}),
     PlantedInEngine(RouterKeepsLoad, {"I4"}),
     PlantedInEngine(RouterIgnoresLoad, {"I4"}),
+    PlantedInEngine(ForgetsRequests, {"deadlock", "survivors"}),
+    PlantedInEngine(ReplacesEveryReplica, {"survivors"}),
     PlantedInEngine(LosesPieces, {"I3", "false death", "deadlock"}),
     PlantedInEngine(DropsWhatDoesNotFit, {"I3", "deadlock"}),
     PlantedInEngine(OverlooksTheEnd, {"livelock", "slow"}),

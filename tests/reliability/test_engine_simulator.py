@@ -28,6 +28,7 @@ def test_random_faults() -> None:
     counts = run_scenarios(range(40))
     faults = ("none", "kill engine", "kill rank", "stop engine", "stop rank", "raise", "cut to", "cut from", "close")
     assert all(counts[fault] >= 1 for fault in faults), counts
+    assert min(counts[kind] for kind in ("recover", "restart")) >= 5, counts
     assert min(counts[kind] for kind in ("restarts", "end", "stop", "length", "abort", "error")) >= 10, counts
 
 
@@ -39,10 +40,11 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert run() == run()
 
 
-@pytest.mark.slow_but("ForgetsAborts")
+@pytest.mark.slow_but("ForgetsAborts", "ReplacesEvery")
 @pytest.mark.parametrize("bug", PLANTED_IN_ENGINE, ids=[bug.name for bug in PLANTED_IN_ENGINE])
 def test_planted_bug_is_found(bug: PlantedInEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "RequestsInFlight", bug.requests_class)
+    monkeypatch.setattr(engine, "Recovery", bug.recovery_class)
     assert first_violation(bug) in bug.names
 
 
