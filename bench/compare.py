@@ -169,6 +169,9 @@ class ModelTimer:
     def capture_ahead(self) -> bool:
         return self._steps.capture_ahead()
 
+    def free_memory(self) -> None:
+        self._steps.free_memory()
+
     def __call__(self, step: StepInputs) -> StepOutputs:
         start = time.perf_counter()
         outputs = self._steps(step)

@@ -104,6 +104,30 @@ def save_curves(path: Path, panels: Sequence[Curves], label: str, band: tuple[fl
     return _save(path, (8.0, 2.8 * num_rows), draw)
 
 
+def save_lines(path: Path, lines: Mapping[str, Sequence[float]], labels: tuple[str, str]) -> list[Path]:
+    """Write a chart of values at steps 1, 2, ... for light pages and one for dark ones, and return their paths.
+
+    Args:
+        lines: values by name.
+        labels: of the axes, the horizontal one first.
+
+    Raises:
+        SettingsError: matplotlib is not installed.
+    """
+
+    def draw(figure: Figure) -> None:
+        area = figure.subplots()
+        for (name, values), colour in zip(lines.items(), CURVES, strict=False):
+            area.plot(range(1, len(values) + 1), values, label=name, color=colour, linewidth=1.4)
+        area.set_ylim(bottom=0)
+        area.set_xlabel(labels[0], fontsize=9)
+        area.set_ylabel(labels[1], fontsize=9)
+        _trim(area, "")
+        figure.legend(loc="outside lower center", ncols=len(lines), frameon=False, fontsize=9)
+
+    return _save(path, (6.0, 3.0), draw)
+
+
 def _trim(area: Axes, title: str) -> None:
     area.set_title(title, fontsize=10)
     area.grid(axis="y", linewidth=0.6)

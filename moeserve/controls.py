@@ -8,6 +8,8 @@ import msgspec
 
 INITIAL_VERSION = "default"  # of the weights of the checkpoint, as in vLLM
 PauseMode = Literal["abort", "wait", "keep", "retract"]
+MemoryTag = Literal["weights", "kv_cache"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
@@ -24,6 +26,21 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause"):
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Run steps again after `Pause`."""
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Return memory to the system, after a `Pause` that forgets all prefixes and no request survives with its cache.
+
+    Level 1: that of caches and of graphs; level 2: also that of the weights, which are then stale.
+    """
+
+    level: Literal[1, 2]
+
+
+class EndSleep(msgspec.Struct, frozen=True, tag="end-sleep"):
+    """Let memory with these tags be used again. Its pages come back when they are written."""
+
+    tags: list[MemoryTag]
 
 
 class StartUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="start-update"):
@@ -56,7 +73,7 @@ class ReadChecksums(msgspec.Struct, frozen=True, tag="read-checksums"):
 
 
 WeightCommand: TypeAlias = StartUpdate | LoadTensors | FinishUpdate | CancelUpdate | ReadChecksums
-Command: TypeAlias = Pause | Resume | WeightCommand
+Command: TypeAlias = Pause | Resume | Sleep | EndSleep | WeightCommand
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
@@ -83,11 +100,12 @@ class ControlResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightState(msgspec.Struct, frozen=True):
-    """The weights of all ranks."""
+    """The weights of all ranks, and the memory that they use."""
 
     version: str = INITIAL_VERSION
     is_updating: bool = False  # an update has begun and not ended
     is_stale: bool = False  # they are of several versions, or older than requests expect, so no request is served
+    asleep: tuple[MemoryTag, ...] = ()  # memory that was returned to the system
 
     @property
     def refusal(self) -> str:
@@ -95,6 +113,6 @@ class WeightState(msgspec.Struct, frozen=True):
         if not self.is_stale:
             return ""
         return (
-            "the weights are stale, because an update has failed or the engine has restarted; send a whole update, or "
-            "load those of the checkpoint with reload_weights"
+            "the weights are stale, because an update has failed, the engine has restarted, or sleep has freed their "
+            "memory; send a whole update, or load those of the checkpoint with reload_weights"
         )

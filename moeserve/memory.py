@@ -6,6 +6,7 @@ microsecond. Allocating a result of 32 MB this way takes longer than computing i
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -42,6 +43,11 @@ class BufferPool:
         with self._lock:
             buffer = self._take_free(num_bytes) or self._add(num_bytes)
             return torch.frombuffer(buffer, dtype=dtype, count=num_elements).view(shape)
+
+    def free(self) -> None:
+        """Drop the buffers that no tensor uses."""
+        with self._lock:
+            self._buffers = [self._buffers[i] for i in range(len(self._buffers)) if not self._is_free(i)]
 
     @property
     def num_bytes(self) -> int:
@@ -103,6 +109,10 @@ class Arena:
                 return torch.frombuffer(memory, dtype=dtype)[: math.prod(shape)].view(shape)
         return None
 
+    def free(self) -> None:
+        """Return all pages to the system. What tensors hold is lost."""
+        _free_pages(self.address, self.num_bytes)
+
     def alias(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor on the same memory that does not keep it in use; None if the memory is not of this arena."""
         offset = tensor.data_ptr() - self.address
@@ -127,6 +137,27 @@ def new_empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Te
     if math.prod(shape) * dtype.itemsize < MIN_REUSED_BYTES or like.device.type != "cpu" or not _uses_pool:
         return like.new_empty(shape, dtype=dtype)
     return _pool.empty(*shape, dtype=dtype)
+
+
+def free_pool() -> None:
+    """Return the reused memory that no tensor uses now."""
+    _pool.free()
+
+
+def free_pages(tensor: Tensor) -> None:
+    """Return the whole pages of a contiguous tensor on the CPU to the system. Its address stays, and its values are
+    lost: pages are zeros when they are read again. Nothing happens where the system cannot do it.
+    """
+    assert tensor.is_contiguous()
+    _free_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def _free_pages(address: int, num_bytes: int) -> None:
+    if sys.platform == "linux":  # elsewhere, the advice has other effects
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < end:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 @contextmanager

@@ -9,17 +9,22 @@ from typing import Any
 
 from moeserve.api.engine_thread import EngineThread
 from moeserve.api.session import Session
+from moeserve.config.engine_config import EngineConfig
 from moeserve.controls import (
     INITIAL_VERSION,
+    MEMORY_TAGS,
     PAUSE_MODES,
     Command,
+    EndSleep,
     FinishUpdate,
     LoadTensors,
+    MemoryTag,
     Outcome,
     Pause,
     PauseMode,
     ReadChecksums,
     Resume,
+    Sleep,
     StartUpdate,
 )
 from moeserve.errors import EngineError, RequestError, WeightUpdateError, nearest, shown
@@ -38,6 +43,38 @@ def pause_command(mode: PauseMode, *, clear_cache: bool) -> Pause:
         raise RequestError(f"mode={shown(mode)} is unknown; {nearest(str(mode), PAUSE_MODES)}", parameter="mode")
     clears = clear_cache and mode != "keep"
     return Pause(mode=mode, salt=_new_salt() if clears else b"")
+
+
+def sleep_commands(config: EngineConfig, level: int, mode: PauseMode) -> tuple[Pause, Sleep]:
+    """Return the commands of `sleep`, in order.
+
+    Raises:
+        RequestError: there is no such level, requests would lose the keys and values that they continue with, or the
+            engine cannot sleep.
+    """
+    if not config.weights.rl:
+        raise RequestError("this engine cannot sleep; start it with rl=True (--rl)")
+    if config.store.kv_folder or config.store.kv_host_memory:
+        raise RequestError("sleep frees blocks that kv_host_memory and kv_folder copy; leave these settings out")
+    if level not in (1, 2) or isinstance(level, bool):
+        raise RequestError(f"level={shown(level)} must be 1 or 2", parameter="level")
+    if mode == "keep":
+        raise RequestError(
+            "mode='keep' needs the KV cache, whose memory is freed; use 'retract', 'wait' or 'abort'", parameter="mode"
+        )
+    return pause_command(mode, clear_cache=True), Sleep(2 if level == 2 else 1)
+
+
+def wake_command(tags: Sequence[MemoryTag] | None) -> EndSleep:
+    """Return the command of `wake_up`.
+
+    Raises:
+        RequestError: there is no such tag.
+    """
+    for tag in tags or ():
+        if tag not in MEMORY_TAGS:
+            raise RequestError(f"tag {shown(tag)} is unknown; {nearest(str(tag), MEMORY_TAGS)}", parameter="tags")
+    return EndSleep(list(MEMORY_TAGS if tags is None else tags))
 
 
 def check_transport(request: Any) -> None:
@@ -136,6 +173,42 @@ class Rollouts:
         """Return True from the end of `pause` to the end of `resume`."""
         return self.session.engine.is_paused
 
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause, and return memory to the system until `wake_up`. Requests that come later wait.
+
+        Args:
+            level: 1: the KV cache and buffers; 2: also the weights, which are stale until a whole update or
+                `reload_weights`.
+            mode: as for `pause`, without "keep".
+
+        Raises:
+            RequestError: there is no such level or mode, the engine was not started with `rl`, or it has a store behind
+                its KV cache.
+            EngineError: the engine was shut down, or has failed.
+        """
+        for command in sleep_commands(self.session.engine.config, level, mode):
+            self._run_control(command)
+
+    def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Use memory again after `sleep`, and resume once all is in use. Without a sleep, nothing happens.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None: both. After level 2, update the weights once these are awake.
+
+        Raises:
+            RequestError: there is no such tag.
+            EngineError: the engine was shut down, or has failed.
+        """
+        command = wake_command(tags)
+        if self.is_sleeping():
+            self._run_control(command)
+            if not self.is_sleeping():
+                self._run_control(Resume())
+
+    def is_sleeping(self) -> bool:
+        """Return True from the end of `sleep` until all memory is awake."""
+        return bool(self.session.engine.weights.asleep)
+
     def init_weight_transfer_engine(self, request: Any) -> None:
         """Check that updates can use a transport.
 
@@ -218,8 +291,7 @@ class Rollouts:
 
     def _run_control(self, command: Command) -> Outcome | None:
         ended = self.session.control(command)
-        while not ended.done():
-            self.session.advance([], waits_for_others=True)
+        self.session.run_until(ended)
         return ended.result().outcome
 
 
@@ -243,6 +315,23 @@ class AsyncRollouts:
         return self.session.engine.is_paused
 
     pause_generation, resume_generation = pause, resume  # vLLM's names
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """See `LLM.sleep`."""
+        for command in sleep_commands(self.session.engine.config, level, mode):
+            await self._run_control(command)
+
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        command = wake_command(tags)
+        if await self.is_sleeping():
+            await self._run_control(command)
+            if not await self.is_sleeping():
+                await self._run_control(Resume())
+
+    async def is_sleeping(self) -> bool:
+        """See `LLM.is_sleeping`."""
+        return bool(self.session.engine.weights.asleep)
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         """See `LLM.init_weight_transfer_engine`."""

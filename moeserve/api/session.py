@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
 from moeserve.api.prompts import EncodedPrompt, Params, Prompts
@@ -226,6 +227,16 @@ class Session:
         """Start to run a command between two steps; see `EngineClient.control`. Polling advances it."""
         with self._exclusive_soon():
             return self.engine.control(command)
+
+    def run_until(self, ended: Future[Any]) -> None:
+        """Run the engine in turn with other threads until a future is done.
+
+        A thread that runs the engine is woken: while the engine is paused, nothing else might end its turn.
+        """
+        while not ended.done():
+            with self._exclusive_soon():
+                if not ended.done():
+                    self._poll()
 
     def shutdown(self) -> None:
         """End all requests and shut down the engine. May be called twice."""

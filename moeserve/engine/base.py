@@ -121,6 +121,7 @@ class EngineClient(Protocol):
         Raises:
             EngineError: the engine was shut down, or has failed.
             WeightUpdateError: the weights cannot be updated now.
+            RequestError: the engine sleeps, or cannot sleep.
         """
         ...
 

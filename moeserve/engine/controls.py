@@ -11,17 +11,20 @@ import msgspec
 
 from moeserve.controls import (
     INITIAL_VERSION,
+    MEMORY_TAGS,
     Command,
     Control,
     ControlResult,
+    EndSleep,
     FinishUpdate,
     Pause,
     Resume,
+    Sleep,
     StartUpdate,
     WeightState,
 )
 from moeserve.engine.launcher import ReplicaHandle
-from moeserve.errors import EngineError
+from moeserve.errors import EngineError, RequestError, WeightUpdateError
 
 
 class Controls:
@@ -63,7 +66,15 @@ class Controls:
         return time.monotonic() - self._called_s if self.weights.is_updating and not self._waiting else 0.0
 
     def run(self, command: Command) -> Future[ControlResult]:
-        """Run a command once all earlier ones have ended. The result is an EngineError if the engine fails first."""
+        """Run a command once all earlier ones have ended. The result is an EngineError if the engine fails first.
+
+        Raises:
+            RequestError, WeightUpdateError: the command needs memory that sleeps.
+        """
+        if isinstance(command, Resume) and self.weights.asleep:
+            raise RequestError("the engine sleeps; call wake_up, which also resumes")
+        if isinstance(command, StartUpdate) and "weights" in self.weights.asleep:
+            raise WeightUpdateError("the memory of the weights was freed by sleep; call wake_up(['weights']) first")
         if isinstance(command, StartUpdate) and self.weights.is_stale:
             command = msgspec.structs.replace(command, needs_all=True)
         ended: Future[ControlResult] = Future()
@@ -80,7 +91,7 @@ class Controls:
         """
         self._replicas, self._missing = list(replicas), set()
         is_stale = self.weights.is_stale or self.weights.version != INITIAL_VERSION
-        self.weights = WeightState(self.weights.version, is_stale=is_stale)
+        self.weights = msgspec.structs.replace(self.weights, is_updating=False, is_stale=is_stale)
         if self.is_paused:
             self._send(Pause(mode="keep"))
 
@@ -107,25 +118,30 @@ class Controls:
         waiting, self._waiting = self._waiting, deque()
         self._missing.clear()
         for command, ended in waiting:
-            if only_weights and isinstance(command, Pause | Resume):
+            if only_weights and isinstance(command, Pause | Resume | EndSleep):
                 self._waiting.append((command, ended))
             else:
                 ended.set_exception(EngineError(error))
 
     def _end_first(self, result: ControlResult) -> None:
         command, ended = self._waiting.popleft()
-        outcome, version = result.outcome, self.weights.version
+        outcome, version, asleep = result.outcome, self.weights.version, self.weights.asleep
         match command:
             case Pause():
                 self.is_paused = True
             case Resume():
                 self.is_paused = False
+            case Sleep(level=level):
+                asleep = MEMORY_TAGS if level == 2 or "weights" in asleep else ("kv_cache",)
+            case EndSleep(tags=tags):
+                asleep = tuple(tag for tag in asleep if tag not in tags)
             case FinishUpdate() if outcome is not None and not outcome.error:
                 version = command.version
         if outcome is not None:
             is_stale = not outcome.is_whole and not outcome.is_open
             self.weights = WeightState(version, is_updating=outcome.is_open, is_stale=is_stale)
             self._called_s = time.monotonic()
+        self.weights = msgspec.structs.replace(self.weights, asleep=asleep)
         self._ended.append((ended, result))
         if self._waiting:
             self._send_first()

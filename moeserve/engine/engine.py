@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.controls import CancelUpdate, Command, ControlResult, Pause, Resume, WeightState
+from moeserve.controls import CancelUpdate, Command, ControlResult, Sleep, WeightCommand, WeightState
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
 from moeserve.engine.controls import Controls
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
@@ -151,7 +151,7 @@ class Engine:
 
     def control(self, command: Command) -> Future[ControlResult]:
         self._require_serving()
-        if not isinstance(command, Pause | Resume):
+        if isinstance(command, Sleep | WeightCommand):
             self._require_updates()
         self._last_message_s = time.monotonic()
         return self._controls.run(command)

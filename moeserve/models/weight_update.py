@@ -32,6 +32,7 @@ from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights
+from moeserve.memory import free_pages
 from moeserve.models.checkpoint.loading import PIECE_VALUES, check_tensors, fill_place
 from moeserve.models.checkpoint.mapped_files import MappedFiles
 from moeserve.models.checkpoint.names import Translation, translated
@@ -48,6 +49,8 @@ from moeserve.progress import progress_bar
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY, CHUNK_PREFIX = Path("/dev/shm"), "moeserve-weights-"
+# Smaller tensors have few whole pages; some are constants that no checkpoint stores.
+MIN_FREED_BYTES = 2**16
 EMBEDDING = "model.embed_tokens.weight"
 OF_DRAFTS = "draft."  # prefix of the tensors of modules for multi-token prediction
 
@@ -99,6 +102,14 @@ class WeightUpdates:
                     is_open=self._update is not None, is_whole=self._is_whole(), checksums=self._read_checksums()
                 )
         return Outcome(error=error, is_open=self._update is not None, is_whole=self._is_whole())
+
+    def discard(self) -> Outcome:
+        """Return the memory of all weights to the system, which are stale from then on. Collective: all ranks."""
+        self._update, self._is_stale = None, True
+        for tensor in packed_state(self._model).values():
+            if tensor.nbytes >= MIN_FREED_BYTES:
+                free_pages(tensor.data)
+        return Outcome(is_whole=self._is_whole())
 
     def _is_whole(self) -> bool:
         """Return True if the weights of all ranks are of one version. Collective: all ranks."""

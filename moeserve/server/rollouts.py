@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import Depends, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from moeserve.controls import PauseMode
+from moeserve.controls import MemoryTag, PauseMode
 from moeserve.errors import MoeserveError, WeightUpdateError
 from moeserve.server.errors import ApiError, api_error
 from moeserve.server.keys import Keys
@@ -72,6 +72,25 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
     async def is_paused() -> dict[str, bool]:
         """Return True from the end of a pause to the end of a resume."""
         return {"is_paused": await service.llm.is_paused()}
+
+    @app.post("/sleep", dependencies=of_administrator)
+    async def sleep(
+        level: Annotated[int, Query()] = 1, mode: Annotated[PauseMode, Query()] = "abort"
+    ) -> dict[str, Literal["asleep"]]:
+        """Respond once the memory is freed; see `LLM.sleep`."""
+        await _answered(service.llm.sleep(level, mode))
+        return {"status": "asleep"}
+
+    @app.post("/wake_up", dependencies=of_administrator)
+    async def wake_up(tags: Annotated[list[MemoryTag] | None, Query()] = None) -> dict[str, bool]:
+        """Use memory with these tags again, by default all; see `LLM.wake_up`."""
+        await _answered(service.llm.wake_up(tags))
+        return {"is_sleeping": await service.llm.is_sleeping()}
+
+    @app.get("/is_sleeping", dependencies=of_administrator)
+    async def is_sleeping() -> dict[str, bool]:
+        """Return True from the end of a sleep until all memory is awake."""
+        return {"is_sleeping": await service.llm.is_sleeping()}
 
     _add_weight_routes(app, service, of_administrator)
 

@@ -141,6 +141,9 @@ class CpuGraphs:
             self._capture(sizes, *self.model.receive(step), step)
         return True
 
+    def free_memory(self) -> None:
+        self.memory.free()
+
     def __call__(self, step: StepInputs) -> StepOutputs:
         if step.halves:  # steps of many rows, in which Python takes little of the time
             self.on_layers()

@@ -157,6 +157,9 @@ class CudaGraphs:
             return None
         return self.sizes[place]
 
+    def free_memory(self) -> None:
+        """Do nothing: only engines on CPUs sleep."""
+
     def capture_ahead(self) -> bool:
         return False  # all sizes are captured
 

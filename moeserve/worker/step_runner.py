@@ -35,6 +35,10 @@ class StepRunner(Protocol):
         """Capture a likely step before it occurs. Return False if there is no such step left."""
         ...
 
+    def free_memory(self) -> None:
+        """Return memory of outputs to the system. No step may run."""
+        ...
+
     def __call__(self, step: StepInputs) -> StepOutputs:
         """Run a step. Collective: all ranks.
 
@@ -61,6 +65,9 @@ class EagerSteps:
 
     def capture_ahead(self) -> bool:
         return False
+
+    def free_memory(self) -> None:
+        """Do nothing: no memory is kept between steps."""
 
     def __call__(self, step: StepInputs) -> StepOutputs:
         self.on_layers()

@@ -16,7 +16,7 @@ import torch
 
 from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
-from moeserve.controls import Outcome, Pause, Resume, StartUpdate
+from moeserve.controls import EndSleep, Outcome, Pause, Resume, Sleep, StartUpdate
 from moeserve.distributed.groups import Groups
 from moeserve.errors import EngineError
 from moeserve.kv.layer_cache import Places
@@ -33,6 +33,7 @@ from moeserve.kv.rules import CacheGroup
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
+from moeserve.memory import free_pages, free_pool
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelSpec
 from moeserve.models.rank_model import RankModel
@@ -354,11 +355,18 @@ class Worker:
         """Run the command that all replicas have announced. Collective: all ranks."""
         command = work.command
         assert command is not None
-        if isinstance(command, Pause | Resume):
+        if isinstance(command, Pause | Resume | EndSleep):
             return None
         if self._previous is not None:
             self._previous.finish()  # a step may not read weights while they are written
         assert self._loaded.updates is not None, "the engine refuses updates without `rl`"
+        if isinstance(command, Sleep):
+            for cache in self._caches:
+                for tensor in cache.tensors:
+                    free_pages(tensor)
+            self.runner.step_runner.free_memory()
+            free_pool()
+            return self._loaded.updates.discard() if command.level == 2 else None
         if isinstance(command, StartUpdate) and self.rebalancer is not None:
             self.rebalancer.drop_changes()  # experts that are moved would keep old weights
         with in_phase(Phase.UPDATING):

@@ -22,6 +22,7 @@ from moeserve.rl import WeightSender
 
 ADMIN = {"Authorization": "Bearer admin"}
 ROUTES = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused")]
+ROUTES += [("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")]
 WEIGHT_ROUTES = [
     *[("POST", f"/{name}") for name in ("start_weight_update", "finish_weight_update", "reload_weights")],
     *[("POST", f"/{name}") for name in ("init_weight_transfer_engine", "update_weights", "weight_checker")],
@@ -198,3 +199,21 @@ def test_choices_have_the_experts_of_their_tokens(server: RunningServer) -> None
         events = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
         assert [bool(event.get("routed_experts")) for event in events] == [False] * (len(events) - 1) + [True]
     llm.shutdown()
+
+
+def test_a_server_sleeps(server: RunningServer) -> None:
+    body = {"model": MODEL, "prompt": [3, 1, 4], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    with server.http(headers=ADMIN) as http:
+        expected = http.post("/v1/completions", json=body).json()["choices"]
+        assert http.post("/sleep?level=2").json() == {"status": "asleep"}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/v1/completions", json=body).status_code == 503
+        assert http.post("/resume").status_code == 400
+        assert http.post("/reload_weights").status_code == 409
+        assert http.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+        assert http.post("/reload_weights").status_code == 200
+        assert http.post("/wake_up?tags=weights&tags=kv_cache").json() == {"is_sleeping": False}
+        assert http.post("/v1/completions", json=body).json()["choices"] == expected
+        for wrong in ("/sleep?level=9", "/sleep?level=a", "/sleep?mode=keep", "/wake_up?tags=kv"):
+            assert http.post(wrong).status_code in (400, 422), wrong
+        assert http.get("/is_paused").json() == {"is_paused": False}

@@ -11,7 +11,7 @@ import pytest
 from moeserve import cli
 from moeserve.bench import report
 from moeserve.bench.harness import read_jsonl, save
-from moeserve.bench.plots import COLOURS, Panel, save_bars
+from moeserve.bench.plots import COLOURS, Panel, save_bars, save_lines
 
 MACHINE = {
     "date": "2026-01-02T03:04:05+00:00", "cpu": "A CPU", "cores": 2, "threads": 2, "isa": ["avx2"], "python": "3.11",
@@ -143,6 +143,16 @@ def test_bars_are_to_scale(checkout: Path) -> None:
             heights = heights_of(image, COLOURS[name])[:3]  # then the legend's
             assert [height / max(heights) for height in heights] == pytest.approx([x / max(shares) for x in shares])
         assert all(f">{text}<" in image for text in ("moeserve", "vllm", "some-model, avx2", "batch 8", "share", "80%"))
+
+
+def test_lines_are_the_same_in_every_run(tmp_path: Path) -> None:
+    images = []
+    for _ in range(2):
+        light, dark = save_lines(tmp_path / "lines.svg", {"seed 0": [0.1, 0.5, 0.9]}, ("step", "reward"))
+        images.append((light.read_bytes(), dark.read_bytes()))
+    assert images[0] == images[1]
+    assert images[0][0] != images[0][1]
+    assert all(text in images[0][0] for text in (b">seed 0<", b">step<", b">reward<"))
 
 
 def heights_of(image: str, colour: str) -> list[float]:
