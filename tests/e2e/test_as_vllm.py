@@ -1,4 +1,4 @@
-"""The package `vllm` of examples/rl has what TRL 1.16 imports and calls with `vllm_mode="colocate"`."""
+"""The package `vllm` of examples/rl has what TRL 1.16 imports and calls with an engine in its own process."""
 
 from __future__ import annotations
 
