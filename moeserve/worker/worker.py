@@ -33,7 +33,6 @@ from moeserve.kv.rules import CacheGroup
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
-from moeserve.memory import free_pages, free_pool
 from moeserve.models.decoder import Decoder
 from moeserve.models.model_config import ModelSpec
 from moeserve.models.rank_model import RankModel
@@ -58,6 +57,7 @@ from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.room import num_states_of
 from moeserve.worker.route_buffer import route_buffer_of
+from moeserve.worker.sleeping import free_caches
 from moeserve.worker.step_runner import EagerSteps, StepRunnerFactory
 from moeserve.worker.thread_count import ThreadCount
 
@@ -361,11 +361,7 @@ class Worker:
             self._previous.finish()  # a step may not read weights while they are written
         assert self._loaded.updates is not None, "the engine refuses updates without `rl`"
         if isinstance(command, Sleep):
-            for cache in self._caches:
-                for tensor in cache.tensors:
-                    free_pages(tensor)
-            self.runner.step_runner.free_memory()
-            free_pool()
+            free_caches(self._caches, self.runner.step_runner)
             return self._loaded.updates.discard() if command.level == 2 else None
         if isinstance(command, StartUpdate) and self.rebalancer is not None:
             self.rebalancer.drop_changes()  # experts that are moved would keep old weights
@@ -387,14 +383,10 @@ class Worker:
             max(agreement.num_tokens), is_decode_only=agreement.is_decode_only
         )
         previous = self._previous.step if self._previous else None
+        num_tokens, num_sampling = agreement.num_tokens, agreement.num_sampling
         try:
             return self.runner.start(
-                chunks,
-                agreement.num_tokens,
-                padded_to,
-                previous,
-                overlaps=overlaps,
-                num_sampling=agreement.num_sampling,
+                chunks, num_tokens, padded_to, previous, overlaps=overlaps, num_sampling=num_sampling
             ), ""
         except Exception as error:
             if self.groups.world.world_size > 1:  # the other ranks wait in a collective, so all must be terminated

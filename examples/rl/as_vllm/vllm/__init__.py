@@ -22,7 +22,7 @@ __all__ = ["LLM", "AsyncLLM", "LLMEngine", "RequestOutput", "RequestOutputKind",
 __version__ = "0.31.0"  # the version of vLLM whose names these are
 
 
-class LLM(moeserve.LLM):
+class ColocatedLLM(moeserve.LLM):
     """A `moeserve.LLM` that takes weights as a worker of vLLM does."""
 
     def __init__(
@@ -74,3 +74,6 @@ class LLM(moeserve.LLM):
         given = dict(weights)
         self._received |= given
         return {*given}
+
+
+LLM = ColocatedLLM
