@@ -15,16 +15,18 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.expert_policies import POLICIES, count_reads, fewest_reads
 from moeserve.bench.harness import Row, at_least, make_parser
+from moeserve.bench.plots import Curves, save_curves
 from moeserve.bench.report import show_and_save
 from moeserve.ops.products.cpu import CpuExpertStore
 
 PROMPT_TOKENS = 16
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 48  # the engine measures in them how many clients should decode at once
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,20 +37,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=at_least(1), default=64, help="tokens of each request")
     parser.add_argument("--quantization", help="number format of the weights")
     parser.add_argument("--expert-store", help="folder on the disk to measure")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart as SVG; needs moeserve[viz]")
     options = parser.parse_args(arguments)
+    rows: list[Row] = []
     model = str(find_checkpoint(options.model))
     for share in options.shares * options.rounds:
         on_disk = {} if share >= 1 else dict(expert_memory=f"{share:%}", expert_store=options.expert_store)
         with LLM(
-            model, packed_cache=0, max_model_len=PROMPT_TOKENS + options.new_tokens + 1, kv_cache_memory="512MiB",
-            enable_prefix_caching=False, show_progress=False, quantization=options.quantization, **on_disk,
+            model, packed_cache=0, kv_cache_memory="512MiB", enable_prefix_caching=False, show_progress=False,
+            max_model_len=PROMPT_TOKENS + max(options.new_tokens, WARM_UP_TOKENS) + 1,
+            quantization=options.quantization, **on_disk,
         ) as llm:  # fmt: skip
             stores = [found for found in gc.get_objects() if isinstance(found, CpuExpertStore)]
             for num_clients in options.clients:
                 row = measure(llm, stores[0] if on_disk else None, num_clients, options.new_tokens)
                 facts = {"benchmark": "expert_memory", "model": options.model, "share": share, "clients": num_clients}
-                show_and_save(options.json, [facts | {"quantization": options.quantization or "none"} | row])
+                rows.append(facts | {"quantization": options.quantization or "none"} | row)
+                show_and_save(options.json, rows[-1:])
             del stores
+    if options.plot:
+        panels = [("tokens/s", "tokens/s, all clients together"), ("MB/token", "MB read for a token")]
+        save_curves(options.plot, [_curves(rows, *panel) for panel in panels], "experts in memory, %")
+
+
+def _curves(rows: Sequence[Row], column: str, title: str) -> Curves:
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row["clients"], row["share"])):
+        points[f"{row['clients']} clients"].append((100 * float(row["share"]), float(row.get(column, 0.0))))
+    return Curves(title, points)
 
 
 def measure(llm: LLM, store: CpuExpertStore | None, num_clients: int, num_tokens: int) -> Row:

@@ -78,12 +78,14 @@ def save_bars(path: Path, panels: Sequence[Panel], unit: str, form: str = "{x:g}
     return _save(path, (3.6 * columns + 0.6, 2.6 * num_rows + 0.5), draw)
 
 
-def save_curves(path: Path, panels: Sequence[Curves], label: str, band: tuple[float, float]) -> list[Path]:
+def save_curves(
+    path: Path, panels: Sequence[Curves], label: str, band: tuple[float, float] | None = None
+) -> list[Path]:
     """Write charts of curves for light pages and for dark ones, two side by side, and return their paths.
 
     Args:
         label: of the horizontal axis.
-        band: shaded part of the horizontal axis.
+        band: shaded part of the horizontal axis; None: no part is.
 
     Raises:
         SettingsError: matplotlib is not installed.
@@ -92,7 +94,8 @@ def save_curves(path: Path, panels: Sequence[Curves], label: str, band: tuple[fl
 
     def draw(figure: Figure) -> None:
         for panel, area in zip(panels, figure.subplots(num_rows, 2, squeeze=False).flat, strict=False):
-            area.axvspan(*band, color=CURVES[-1], alpha=0.3, linewidth=0)
+            if band is not None:
+                area.axvspan(*band, color=CURVES[-1], alpha=0.3, linewidth=0)
             for (name, points), colour in zip(panel.points.items(), CURVES, strict=False):
                 area.plot([x for x, _ in points], [y for _, y in points], color=colour, label=name, linewidth=1.5)
             area.set_ylim(bottom=0)
