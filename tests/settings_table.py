@@ -19,8 +19,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
 
 Each setting is an argument of `LLM` and `AsyncLLM`, and a flag of `moeserve serve`, `generate` and `chat`
-(`--max-model-len 32k`; `--no-NAME` turns off what is on). The commands also read them from variables and from a YAML
-file. The command line goes before the environment, the environment before the file.
+(`--max-model-len 32k`; `--no-NAME` turns off what is on). Flags precede variables, and variables a YAML file.
 
 ```yaml
 # settings.yaml
@@ -35,8 +34,7 @@ speculative_config: {method: ngram, num_speculative_tokens: 4}
 MOESERVE_MAX_WAITING=64 moeserve serve --config settings.yaml --port 8001
 ```
 
-`MOESERVE_CONFIG` names the file too. Commas separate the entries of a list in a variable; lists and objects may also be
-JSON. Unknown keys and wrong values are errors. `moeserve --print-completion bash` (extra `completion`) prints a script
+`MOESERVE_CONFIG` names the file too. In a variable, lists are separated by commas or JSON. `moeserve --print-completion bash` (extra `completion`) prints a script
 that completes flags and values. `LLM.config` has the values that an engine has chosen for what was `None` or `auto`.
 
 Written by `python tests/settings_table.py`.
