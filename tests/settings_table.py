@@ -34,8 +34,9 @@ speculative_config: {method: ngram, num_speculative_tokens: 4}
 MOESERVE_MAX_WAITING=64 moeserve serve --config settings.yaml --port 8001
 ```
 
-`MOESERVE_CONFIG` names the file too. In a variable, lists are separated by commas or JSON. `moeserve --print-completion bash` (extra `completion`) prints a script
-that completes flags and values. `LLM.config` has the values that an engine has chosen for what was `None` or `auto`.
+`MOESERVE_CONFIG` names the file too. In a variable, lists are separated by commas or JSON.
+`moeserve --print-completion bash` (extra `completion`) prints a script that completes flags and values. `LLM.config`
+has the values that an engine has chosen for what was `None` or `auto`.
 
 Written by `python tests/settings_table.py`.
 """
