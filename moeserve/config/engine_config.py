@@ -133,6 +133,7 @@ class ParallelConfig:
     tensor_parallel_size: int
     data_parallel_size: int
     pipeline_layers: tuple[int, ...]  # number of layers of each stage
+    num_ranks_on_host: int | None = None  # that share this rank's host; None: all ranks
     executor: Literal["uniproc", "mp", "ray"]
     ray_compiled_graph: bool
     network_interface: str | None
@@ -153,6 +154,11 @@ class ParallelConfig:
     @property
     def num_ranks(self) -> int:
         return self.ranks_per_replica * self.data_parallel_size
+
+    @property
+    def num_sharing_ranks(self) -> int:
+        """Number of ranks that share the memory of this rank's host."""
+        return self.num_ranks_on_host or self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

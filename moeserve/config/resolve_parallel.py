@@ -30,7 +30,7 @@ def resolve_parallel(parallel: ParallelSettings, facts: Facts) -> ParallelConfig
         checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers, checkpoint.first_layers
     )
     executor = _choose_executor(parallel, facts.machine.cores_of_nodes)
-    return from_settings(ParallelConfig, parallel, pipeline_layers=layers, executor=executor)
+    return from_settings(ParallelConfig, parallel, pipeline_layers=layers, executor=executor, num_ranks_on_host=None)
 
 
 def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:

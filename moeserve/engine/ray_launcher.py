@@ -140,10 +140,11 @@ def _load(group: WorkerGroup, config: EngineConfig, places: Sequence[Place], sho
             f"ranks would meet at {store.host} on node {first_node.address}, which other nodes cannot reach; start Ray "
             "there with --node-ip-address, or set network_interface"
         )
-    starts = [
-        msgspec.msgpack.encode(RankStart(config=config, rank=rank, store=store))
-        for rank in range(config.parallel.num_ranks)
-    ]
+    per_node = Counter(place.node for place in places)
+    starts = []
+    for rank, place in enumerate(places):
+        config_there = config.changed(parallel={"num_ranks_on_host": per_node[place.node]})
+        starts.append(msgspec.msgpack.encode(RankStart(config=config_there, rank=rank, store=store)))
     num_own = config.parallel.ranks_per_replica
     for index, replica in enumerate(group.replicas):
         own = slice(index * num_own, (index + 1) * num_own)

@@ -314,7 +314,8 @@ def _select_backend(config: EngineConfig, device: torch.device) -> Backend:
 def _too_large(config: EngineConfig, memory: LoadingMemory, free: int, what: str = "the weights") -> str:
     """Return an error message for weights that do not fit, with remedies."""
     weights = config.weights
-    share = f" for each of {config.parallel.num_ranks} ranks" if config.parallel.num_ranks > 1 else ""
+    num_ranks = config.parallel.num_sharing_ranks
+    share = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
     limits = "".join(f" ({limit})" for limit in resource_limits())
     form = f"{weights.dtype}, quantised to {weights.quantization}" if weights.quantization else weights.dtype
     return (

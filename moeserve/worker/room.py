@@ -22,7 +22,8 @@ def require_room(config: EngineConfig, needs: CacheNeeds, free: int) -> None:
         SettingsError: max_num_seqs, kv_cache_memory or kv_host_memory is too large.
     """
     schedule, cache = config.schedule, config.cache
-    share = f" for each of {config.parallel.num_ranks} ranks" if config.parallel.num_ranks > 1 else ""
+    num_ranks = config.parallel.num_sharing_ranks
+    share = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
     num_blocks = -(-schedule.max_model_len // cache.block_size) * len(needs.rules.tables)
     tables = schedule.max_num_seqs * (BYTES_PER_REQUEST + BYTES_PER_BLOCK * num_blocks)
     states = num_states_of(config) * needs.row_bytes
@@ -38,7 +39,7 @@ def require_room(config: EngineConfig, needs: CacheNeeds, free: int) -> None:
         _require("kv_cache_memory", cache.kv_cache_memory, left, share)
     if config.store.kv_file is None:
         on_host = (
-            free_memory(config.parallel.num_ranks)
+            free_memory(config.parallel.num_sharing_ranks)
             if config.compute.device == "cuda"
             else left - (cache.kv_cache_memory or 0)
         )

@@ -92,6 +92,12 @@ def test_ranks_share_the_memory() -> None:
     assert alone / 2 < 8 * with_others < 2 * alone
 
 
+def test_ranks_on_other_hosts_take_no_memory_of_this_one() -> None:
+    two_of_eight = config(data_parallel_size=8).changed(parallel={"num_ranks_on_host": 2})
+    alone = free_bytes(config(data_parallel_size=1))
+    assert alone / 2 < 2 * free_bytes(two_of_eight) < 2 * alone
+
+
 MEASURE = """
 import torch
 from moeserve.kv.rank.cache import measure_step_memory

@@ -107,8 +107,8 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
 
 
 def free_bytes(config: EngineConfig) -> int:
-    """Return the bytes that this rank may allocate. On a CPU, all ranks share the host's memory equally."""
-    return free_gpu_memory() if config.compute.device == "cuda" else free_memory(config.parallel.num_ranks)
+    """Return the bytes that this rank may allocate. On a CPU, all ranks of a host share its memory equally."""
+    return free_gpu_memory() if config.compute.device == "cuda" else free_memory(config.parallel.num_sharing_ranks)
 
 
 def own_gpu_memory(config: EngineConfig) -> int:
