@@ -32,6 +32,7 @@ from moeserve.server.scaling import add_scale_route
 from moeserve.server.schema import UNSUPPORTED
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
+from moeserve.server.sglang import add_sglang_routes
 from moeserve.server.statistics import Statistics
 from moeserve.server.status import Status, StatusReader
 
@@ -93,6 +94,7 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     add_operator_routes(app, service, keys)
     if service.llm.config.weights.rl:
         add_rollout_routes(app, service, keys)
+        add_sglang_routes(app, service, keys)
     if settings.enable_tokenizer_info_endpoint:
         _add_tokenizer_info(app, service)
     if settings.allow_scale:

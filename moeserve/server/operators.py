@@ -40,8 +40,11 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
     @app.get("/server_info")
     async def server_info() -> dict[str, Any]:
         """Return the version, the names of the model, and settings of the engine."""
-        settings = service.llm.config.settings()
+        settings, config = service.llm.config.settings(), service.llm.config
+        model = {"dtype": config.weights.dtype, "logprobs_mode": config.texts.logprobs_mode}
+        transfer = {"backend": "shm"} if config.weights.rl else None
         return {
+            "vllm_config": {"model_config": model, "weight_transfer_config": transfer},  # what TRL reads
             "version": __version__,
             "model_names": service.model_names,
             "num_blocks": service.llm.session.engine.num_blocks,

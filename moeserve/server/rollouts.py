@@ -41,6 +41,10 @@ class FinishBody(_Body):
     weight_version: str | None = None
 
 
+class VersionBody(_Body):
+    new_version: str
+
+
 class CheckBody(_Body):
     action: Literal["checksum", "compare"]
     baseline: dict[str, str] | None = None
@@ -59,14 +63,20 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         mode: Annotated[PauseMode, Query()] = "abort", clear_cache: Annotated[bool, Query()] = True
     ) -> dict[str, Literal["paused"]]:
         """Respond once no rank computes; see `LLM.pause`."""
-        await _answered(service.llm.pause(mode, clear_cache))
+        await finished(service.llm.pause(mode, clear_cache))
         return {"status": "paused"}
 
     @app.post("/resume", dependencies=of_administrator)
     async def resume() -> dict[str, Literal["resumed"]]:
         """Run steps again after a pause."""
-        await _answered(service.llm.resume())
+        await finished(service.llm.resume())
         return {"status": "resumed"}
+
+    @app.post("/abort_requests", dependencies=of_administrator)
+    async def abort_requests() -> dict[str, str]:
+        """End all requests with the tokens that they have."""
+        await end_all_requests(service)
+        return {"status": "aborted"}
 
     @app.get("/is_paused", dependencies=of_administrator)
     async def is_paused() -> dict[str, bool]:
@@ -78,13 +88,13 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         level: Annotated[int, Query()] = 1, mode: Annotated[PauseMode, Query()] = "abort"
     ) -> dict[str, Literal["asleep"]]:
         """Respond once the memory is freed; see `LLM.sleep`."""
-        await _answered(service.llm.sleep(level, mode))
+        await finished(service.llm.sleep(level, mode))
         return {"status": "asleep"}
 
     @app.post("/wake_up", dependencies=of_administrator)
     async def wake_up(tags: Annotated[list[MemoryTag] | None, Query()] = None) -> dict[str, bool]:
         """Use memory with these tags again, by default all; see `LLM.wake_up`."""
-        await _answered(service.llm.wake_up(tags))
+        await finished(service.llm.wake_up(tags))
         return {"is_sleeping": await service.llm.is_sleeping()}
 
     @app.get("/is_sleeping", dependencies=of_administrator)
@@ -100,12 +110,12 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
 
     @app.post("/init_weight_transfer_engine", dependencies=of_administrator)
     async def init_weight_transfer_engine(body: InitBody) -> dict[str, str]:
-        await _answered(llm.init_weight_transfer_engine({"init_info": body.init_info}))
+        await finished(llm.init_weight_transfer_engine({"init_info": body.init_info}))
         return {"message": "Weight transfer initialized"}
 
     @app.post("/start_weight_update", dependencies=of_administrator)
     async def start_weight_update(body: StartBody | None = None) -> dict[str, str]:
-        await _answered(llm.start_weight_update(None if body is None else body.shapes))
+        await finished(llm.start_weight_update(None if body is None else body.shapes))
         return {"message": "Weight update started"}
 
     @app.post("/update_weights", dependencies=of_administrator)
@@ -113,22 +123,29 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
         if (body.update_info is None) == (body.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir", param="update_info")
         if body.weight_dir is None:
-            await _answered(llm.update_weights({"update_info": body.update_info}))
+            await finished(llm.update_weights({"update_info": body.update_info}))
         else:
-            await _answered(llm.start_weight_update())
-            await _answered(llm.update_weights({"update_info": {"path": body.weight_dir}}))
-            await _answered(llm.finish_weight_update(Path(body.weight_dir).name))
+            await finished(llm.start_weight_update())
+            await finished(llm.update_weights({"update_info": {"path": body.weight_dir}}))
+            await finished(llm.finish_weight_update(Path(body.weight_dir).name))
         return {"message": "Weights updated"}
 
     @app.post("/finish_weight_update", dependencies=of_administrator)
     async def finish_weight_update(body: FinishBody | None = None) -> dict[str, str]:
-        await _answered(llm.finish_weight_update(None if body is None else body.weight_version))
+        await finished(llm.finish_weight_update(None if body is None else body.weight_version))
         return {"message": "Weight update finished"}
 
     @app.post("/reload_weights", dependencies=of_administrator)
     async def reload_weights() -> dict[str, str]:
-        await _answered(llm.reload_weights())
+        await finished(llm.reload_weights())
         return {"message": "Weights reloaded"}
+
+    @app.post("/update_weight_version", dependencies=of_administrator)
+    async def update_weight_version(body: VersionBody) -> dict[str, Any]:
+        """Give the weights another version; prefixes of the old one are not found any more."""
+        await finished(llm.start_weight_update())
+        await finished(llm.finish_weight_update(body.new_version))
+        return {"success": True, "new_version": body.new_version}
 
     @app.get("/weight_info", dependencies=of_administrator)
     async def weight_info() -> dict[str, str]:
@@ -138,7 +155,7 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
     async def weight_checker(body: CheckBody) -> dict[str, Any]:
         if body.action == "compare" and body.baseline is None:
             raise ApiError(400, "action='compare' needs a baseline", param="baseline")
-        checksums = await _answered(llm.weight_checksums())
+        checksums = await finished(llm.weight_checksums())
         if body.baseline is None:
             return {"checksums": checksums}
         names = checksums.keys() | body.baseline.keys()
@@ -151,7 +168,15 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
         return {"world_size": parallel.num_ranks if include_dp else parallel.ranks_per_replica}
 
 
-async def _answered(work: Awaitable[Result]) -> Result:
+async def end_all_requests(service: Service) -> None:
+    """End all requests with the tokens that they have, and leave the engine paused or not, as it was."""
+    was_paused = await service.llm.is_paused()
+    await finished(service.llm.pause("abort", clear_cache=False))
+    if not was_paused:
+        await finished(service.llm.resume())
+
+
+async def finished(work: Awaitable[Result]) -> Result:
     """Return the result of a control.
 
     Raises:

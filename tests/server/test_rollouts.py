@@ -217,3 +217,81 @@ def test_a_server_sleeps(server: RunningServer) -> None:
         for wrong in ("/sleep?level=9", "/sleep?level=a", "/sleep?mode=keep", "/wake_up?tags=kv"):
             assert http.post(wrong).status_code in (400, 422), wrong
         assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+SGLANG_ROUTES = [
+    *[("POST", f"/{name}") for name in ("generate", "pause_generation", "continue_generation", "flush_cache")],
+    *[("POST", f"/{name}") for name in ("update_weights_from_disk", "abort_request")],
+    *[("GET", f"/{name}") for name in ("get_weight_version", "health_generate", "flush_cache")],
+]
+
+
+@pytest.mark.parametrize(("method", "path"), [*SGLANG_ROUTES, ("POST", "/abort_requests"), ("POST", "/sleep")])
+def test_sglang_routes_need_the_setting_and_the_key(
+    server: RunningServer, tiny_server: RunningServer, method: str, path: str
+) -> None:
+    with server.http() as http:
+        assert http.request(method, path).status_code == 401
+        assert http.request(method, path, headers={"Authorization": "Bearer user"}).status_code == 403
+    with tiny_server.http() as http:
+        assert http.request(method, path).status_code == 404
+
+
+def test_sglang_routes_generate_and_update(server: RunningServer, tmp_path: Path) -> None:
+    """As slime calls them: tokens in and out, a pause, an update from a folder, and its version in later outputs."""
+    prompt, params = [3, 1, 4, 1, 5], {"temperature": 0, "max_new_tokens": 6, "no_stop_trim": True, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+    save_file(new_tensors(server), tmp_path / "model.safetensors")
+    with server.http(headers=ADMIN) as http:
+        http.post("/reload_weights")
+        first = http.post("/generate", json=body).json()
+        direct = http.post(
+            "/v1/completions",
+            json={
+                "model": MODEL,
+                "prompt": prompt,
+                "max_tokens": 6,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": 0,
+            }
+            | {"return_token_ids": True},
+        ).json()["choices"][0]
+        assert first["output_ids"] == direct["token_ids"]
+        assert first["text"] == direct["text"]
+        meta = first["meta_info"]
+        assert [item[:2] for item in meta["output_token_logprobs"]] == [
+            [logprob, token]
+            for logprob, token in zip(direct["logprobs"]["token_logprobs"], direct["token_ids"], strict=True)
+        ]
+        assert meta["finish_reason"] == {"type": "length", "length": 6}
+        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["weight_version"]) == (5, 6, "default")
+        for mode in ("in_place", "retract", "abort"):
+            assert http.post("/pause_generation", json={"mode": mode}).json()["success"]
+            assert http.get("/is_paused").json() == {"is_paused": True}
+            assert http.post("/continue_generation").json()["success"]
+        assert http.get("/flush_cache").status_code == 200
+        assert http.post("/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "7"}).json()[
+            "success"
+        ]
+        assert http.get("/get_weight_version").json() == {"weight_version": "7"}
+        second = http.post("/generate", json=body).json()
+        assert second["meta_info"]["weight_version"] == "7"
+        assert second["output_ids"] != first["output_ids"]
+        assert http.post("/update_weight_version", json={"new_version": "8"}).json()["success"]
+        assert http.post("/generate", json=body).json()["output_ids"] == second["output_ids"]
+        assert http.get("/weight_info").json() == {"weight_version": "8"}
+        for path in ("/abort_request", "/abort_requests"):
+            assert http.post(path, json={"abort_all": True}).status_code == 200
+        assert http.get("/is_paused").json() == {"is_paused": False}
+        assert http.get("/health_generate").status_code == 200
+        info = http.get("/server_info").json()["vllm_config"]
+        assert info["model_config"] == {"dtype": "float32", "logprobs_mode": "raw_logprobs"}
+        assert info["weight_transfer_config"] is not None
+        for wrong in ({}, {"text": "a", "input_ids": [1]}, {"input_ids": []}, body | {"stream": True}):
+            assert http.post("/generate", json=wrong).status_code in (400, 422)
+        for name, value in (("n", 2), ("temperatur", 1), ("max_new_tokens", 0)):
+            assert http.post("/generate", json=body | {"sampling_params": {name: value}}).status_code in (400, 422)
+        assert http.post("/generate", json=body | {"return_routed_experts": True}).status_code == 400
+        assert http.post("/abort_request", json={"rid": "a"}).status_code in (400, 422)
+        http.post("/reload_weights")

@@ -1,0 +1,154 @@
+"""Routes for trainers that call SGLang, such as slime, with its names and payloads. They exist only with `rl`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import Depends, FastAPI, Request
+from pydantic import BaseModel, Field
+
+from moeserve.config.limits import LIMITS
+from moeserve.controls import PauseMode
+from moeserve.outputs import CompletionOutput, RequestOutput
+from moeserve.sampling_params import SamplingParams
+from moeserve.server.errors import ApiError
+from moeserve.server.keys import Keys
+from moeserve.server.operators import require_administrator
+from moeserve.server.rollouts import end_all_requests, finished
+from moeserve.server.schema import Bounded, TokenId
+from moeserve.server.service import Service
+
+# SGLang's names of sampling parameters, and those of `SamplingParams`
+NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+NO_EFFECT = ("no_stop_trim", "spaces_between_special_tokens")
+PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
+
+
+class GenerateBody(BaseModel):
+    input_ids: Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)] | None = None
+    text: Annotated[str, Field(max_length=LIMITS.max_text_length)] | None = None
+    sampling_params: dict[str, Any] = {}
+    return_logprob: bool = False
+    return_routed_experts: bool = False
+    stream: Literal[False] = False
+
+
+class PauseBody(BaseModel):
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class FolderBody(BaseModel):
+    model_path: str
+    weight_version: str | None = None
+
+
+class AbortBody(BaseModel):
+    abort_all: Literal[True]  # ids of requests are not known here
+
+
+def add_sglang_routes(app: FastAPI, service: Service, keys: Keys) -> None:
+    """Add the routes of this file, for administrators."""
+
+    def require_key(request: Request) -> None:
+        require_administrator(keys, request.headers)
+
+    llm, of_administrator = service.llm, [Depends(require_key)]
+
+    @app.post("/generate", dependencies=of_administrator)
+    async def generate(body: GenerateBody, request: Request) -> dict[str, Any]:
+        return await _generated(service, body, request)
+
+    @app.get("/health_generate", dependencies=of_administrator)
+    async def health_generate() -> dict[str, str]:
+        """Respond with status 503 unless requests are served."""
+        if not service.is_ready:
+            raise ApiError(503, "the engine does not serve requests")
+        return {"status": "ready"}
+
+    @app.post("/pause_generation", dependencies=of_administrator)
+    async def pause_generation(body: PauseBody | None = None) -> dict[str, Any]:
+        mode = PAUSE_MODES["abort" if body is None else body.mode]
+        await finished(llm.pause(mode, clear_cache=False))
+        return _done("Generation paused")
+
+    @app.post("/continue_generation", dependencies=of_administrator)
+    async def continue_generation() -> dict[str, Any]:
+        await finished(llm.resume())
+        return _done("Generation continued")
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"], dependencies=of_administrator)
+    async def flush_cache() -> dict[str, Any]:
+        service.reset_prefix_cache()
+        return _done("Cache flushed")
+
+    @app.post("/update_weights_from_disk", dependencies=of_administrator)
+    async def update_weights_from_disk(body: FolderBody) -> dict[str, Any]:
+        version = Path(body.model_path).name if body.weight_version is None else body.weight_version
+        await finished(llm.start_weight_update())
+        await finished(llm.update_weights({"update_info": {"path": body.model_path}}))
+        await finished(llm.finish_weight_update(version))
+        return _done("Weights updated")
+
+    @app.post("/abort_request", dependencies=of_administrator)
+    async def abort_request(body: AbortBody) -> dict[str, Any]:
+        await end_all_requests(service)
+        return _done("Requests ended")
+
+    @app.get("/get_weight_version", dependencies=of_administrator)
+    async def get_weight_version() -> dict[str, str]:
+        return {"weight_version": await llm.get_weight_version()}
+
+
+def _done(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message}
+
+
+async def _generated(service: Service, body: GenerateBody, request: Request) -> dict[str, Any]:
+    """Return one output of a prompt."""
+    prompt = body.text if body.input_ids is None else body.input_ids
+    if prompt is None or (body.text is not None and body.input_ids is not None):
+        raise ApiError(400, "give either input_ids or text", param="input_ids")
+    given = {NAMES.get(name, name): value for name, value in body.sampling_params.items() if name not in NO_EFFECT}
+    params = SamplingParams.from_optional(**{"max_tokens": 128} | given | {"logprobs": 0})
+    if params.n != 1:
+        raise ApiError(400, f"n={params.n}: /generate has one output; send several requests", param="n")
+    client, text = request.state.client, ""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    async with contextlib.aclosing(service.generate(client, prompt, params, None)) as outputs:
+        async for output in outputs:
+            (gained,) = output.outputs
+            text += gained.text
+            token_ids += gained.token_ids
+            logprobs += [at[token].logprob for token, at in zip(gained.token_ids, gained.logprobs or (), strict=True)]
+    meta = {"id": client.request_id, **_facts(output, gained, len(token_ids))}
+    if body.return_logprob:
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)
+        ]
+    if body.return_routed_experts:
+        if gained.routed_experts is None:
+            raise ApiError(400, "serve with --enable-return-routed-experts", param="return_routed_experts")
+        meta["routed_experts"] = base64.b64encode(gained.routed_experts.astype(np.int32).tobytes()).decode()
+    return {"text": text, "output_ids": token_ids, "meta_info": meta}
+
+
+def _facts(output: RequestOutput, gained: CompletionOutput, num_tokens: int) -> dict[str, Any]:
+    """Return what is known at the end of an output."""
+    reason: dict[str, Any] = {"type": gained.finish_reason}
+    if gained.finish_reason == "length":
+        reason["length"] = num_tokens
+    elif gained.stop_reason is not None:
+        reason["matched"] = gained.stop_reason
+    versions = gained.weight_versions
+    return {
+        "finish_reason": reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": num_tokens,
+        "cached_tokens": output.num_cached_tokens,
+        "weight_version": versions[-1].version if versions else None,
+    }
