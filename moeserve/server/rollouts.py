@@ -41,10 +41,6 @@ class FinishBody(_Body):
     weight_version: str | None = None
 
 
-class VersionBody(_Body):
-    new_version: str
-
-
 class CheckBody(_Body):
     action: Literal["checksum", "compare"]
     baseline: dict[str, str] | None = None
@@ -139,13 +135,6 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
     async def reload_weights() -> dict[str, str]:
         await finished(llm.reload_weights())
         return {"message": "Weights reloaded"}
-
-    @app.post("/update_weight_version", dependencies=of_administrator)
-    async def update_weight_version(body: VersionBody) -> dict[str, Any]:
-        """Give the weights another version; prefixes of the old one are not found any more."""
-        await finished(llm.start_weight_update())
-        await finished(llm.finish_weight_update(body.new_version))
-        return {"success": True, "new_version": body.new_version}
 
     @app.get("/weight_info", dependencies=of_administrator)
     async def weight_info() -> dict[str, str]:

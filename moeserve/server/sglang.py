@@ -46,6 +46,10 @@ class FolderBody(BaseModel):
     weight_version: str | None = None
 
 
+class VersionBody(BaseModel):
+    new_version: str
+
+
 class AbortBody(BaseModel):
     abort_all: Literal[True]  # ids of requests are not known here
 
@@ -97,6 +101,13 @@ def add_sglang_routes(app: FastAPI, service: Service, keys: Keys) -> None:
     async def abort_request(body: AbortBody) -> dict[str, Any]:
         await end_all_requests(service)
         return _done("Requests ended")
+
+    @app.post("/update_weight_version", dependencies=of_administrator)
+    async def update_weight_version(body: VersionBody) -> dict[str, Any]:
+        """Give the weights another version; prefixes of the old one are not found any more."""
+        await finished(llm.start_weight_update())
+        await finished(llm.finish_weight_update(body.new_version))
+        return {"success": True, "new_version": body.new_version}
 
     @app.get("/get_weight_version", dependencies=of_administrator)
     async def get_weight_version() -> dict[str, str]:
