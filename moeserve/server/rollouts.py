@@ -41,6 +41,10 @@ class FinishBody(_Body):
     weight_version: str | None = None
 
 
+class AbortRequestsBody(_Body):
+    request_ids: list[str] = []  # none: all
+
+
 class CheckBody(_Body):
     action: Literal["checksum", "compare"]
     baseline: dict[str, str] | None = None
@@ -69,8 +73,10 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         return {"status": "resumed"}
 
     @app.post("/abort_requests", dependencies=of_administrator)
-    async def abort_requests() -> dict[str, str]:
+    async def abort_requests(body: AbortRequestsBody) -> dict[str, str]:
         """End all requests with the tokens that they have."""
+        if body.request_ids:
+            raise ApiError(400, "request_ids: single requests cannot be ended here; send {} to end all")
         await end_all_requests(service)
         return {"status": "aborted"}
 

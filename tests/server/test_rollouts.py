@@ -281,8 +281,9 @@ def test_sglang_routes_generate_and_update(server: RunningServer, tmp_path: Path
         assert http.post("/update_weight_version", json={"new_version": "8"}).json()["success"]
         assert http.post("/generate", json=body).json()["output_ids"] == second["output_ids"]
         assert http.get("/weight_info").json() == {"weight_version": "8"}
-        for path in ("/abort_request", "/abort_requests"):
-            assert http.post(path, json={"abort_all": True}).status_code == 200
+        assert http.post("/abort_request", json={"abort_all": True}).status_code == 200
+        assert http.post("/abort_requests", json={}).status_code == 200
+        assert http.post("/abort_requests", json={"request_ids": ["a"]}).status_code == 400
         assert http.get("/is_paused").json() == {"is_paused": False}
         assert http.get("/health_generate").status_code == 200
         info = http.get("/server_info").json()["vllm_config"]
