@@ -19,6 +19,7 @@ MODULES = {
     "ranks": "ranks",
     "rebalance": "rebalance",
     "expert_memory": "expert_memory",
+    "rollout_mismatch": "rollout_mismatch",
     "gpu": "gpu.run",
     "gpu_page": "gpu.page",
     "host_step": "host_step",
