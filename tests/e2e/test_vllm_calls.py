@@ -136,8 +136,6 @@ def test_refused_methods_say_what_to_do(llm: LLM) -> None:
         "encode",
         "embed",
         "classify",
-        "sleep",
-        "wake_up",
         "set_tokenizer",
     ]
     for name in names:
@@ -390,7 +388,9 @@ def test_an_async_llm_is_used_as_in_vllm(folder: str, llm: LLM) -> None:
             assert token_ids_of([output]) == answer
             assert await engine.reset_prefix_cache()
             await engine.abort(["b", "c"])
-            with pytest.raises(UnsupportedError, match=r"AsyncLLM\.sleep"):
+            with pytest.raises(UnsupportedError, match=r"AsyncLLM\.encode"):
+                await engine.encode()  # type: ignore[attr-defined]
+            with pytest.raises(RequestError, match="rl=True"):
                 await engine.sleep()
             with pytest.raises(RequestError, match="lora_request"):
                 async for _ in engine.generate(PROMPT, GREEDY, lora_request=object()):

@@ -15,6 +15,7 @@ READS_ENVIRONMENT = (
     "moeserve/config/environment.py",
     "moeserve/processes/fork_server.py",  # sets the environment of a forked process
     # These pass the environment on to other engines, with changes.
+    "moeserve/bench/day.py",
     "moeserve/bench/servers.py",
     "moeserve/bench/peers/install.py",
     "moeserve/bench/peers/peers.py",
