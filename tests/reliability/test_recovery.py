@@ -60,20 +60,18 @@ class Run:
     def with_failure(self, fail: Callable[[], object], num_tokens: int = 1) -> None:
         """Call `fail` after some tokens, and check that all requests complete with the same tokens."""
         streams = [self.llm.stream(prompt, each) for prompt, each in zip(self.prompts, PARAMS, strict=True)]
-        for stream in streams:
-            next(stream)
-        for _ in range(num_tokens - 1):
-            next(streams[0])
+        found = [next(stream).outputs[0] for stream in streams]
+        while len(found[0].token_ids) < num_tokens:  # an output may have several new tokens
+            found[0] = next(streams[0]).outputs[0]
         fail()
-        arrivals, found = [time.monotonic()], []
-        for stream in streams:
+        arrivals = [time.monotonic()]
+        for index, stream in enumerate(streams):
             for output in stream:
                 arrivals.append(time.monotonic())
-                last = output.outputs[0]
-            found.append(last)
+                found[index] = output.outputs[0]
         assert [output.token_ids for output in found] == self.expected
         assert {output.finish_reason for output in found} == {"length"}
-        self.gaps.append(max(later - earlier for earlier, later in pairwise(arrivals)))
+        self.gaps.append(max((later - earlier for earlier, later in pairwise(arrivals)), default=0.0))
 
 
 def ranks_by_number() -> dict[int, psutil.Process]:
