@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _curves(rows: Sequence[Row], column: str, title: str) -> Curves:
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: (row["clients"], row["share"])):
-        points[f"{row['clients']} clients"].append((100 * float(row["share"]), float(row.get(column, 0.0))))
+        points[f"{row['clients']} client" + "s" * (row["clients"] > 1)].append(
+            (100 * float(row["share"]), float(row.get(column, 0.0)))
+        )
     return Curves(title, points)
 
 
