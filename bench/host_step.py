@@ -25,6 +25,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.layers.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import sampling
 from moeserve.ops.backend import REFERENCE, Implementation
+from moeserve.ops.reading import HostReading, Reading
 from moeserve.ops.sampling.interface import SamplingOperations
 from moeserve.ops.sampling.reference import row_maximum
 from moeserve.protocol import CacheChanges, CacheStart, Registration, StepPlan
@@ -32,7 +33,7 @@ from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.cuda_graphs import CudaGraphs
-from moeserve.worker.device_copies import GpuCopies, HostReading, Reading
+from moeserve.worker.device_copies import GpuCopies
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.pending_step import PendingStep
 from moeserve.worker.rank_context import RankContext

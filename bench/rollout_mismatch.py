@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve import LLM, SamplingParams
+from moeserve.api.verification import load_in_transformers
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.harness import Row, at_least, make_parser
 from moeserve.bench.report import show_and_save
@@ -70,10 +72,7 @@ def read_by_transformers(
 
     The experts are None if the model's routers do not return them.
     """
-    import transformers
-
-    plain: dict[str, Any] = dict(attn_implementation="eager", experts_implementation="eager")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **plain).eval()
+    model = load_in_transformers(Path(folder), dtype)
     found = []
     for sequence in sequences:
         with torch.inference_mode(), recorded_experts(model) as experts:

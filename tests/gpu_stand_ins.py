@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moeserve.worker.device_copies import GpuCopies, Reading
+from moeserve.ops.reading import Reading
+from moeserve.worker.device_copies import GpuCopies
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_runner import StepOutputs
 

@@ -194,6 +194,21 @@ def _generate(llm: LLM, num_tokens: int) -> list[RequestOutput]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
+def load_in_transformers(folder: Path, dtype: str) -> Any:
+    """Return transformers' model of a checkpoint, which computes with plain torch.
+
+    Raises:
+        Exception: transformers cannot load it; reading configs and weights can raise any exception.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    # The faster forms of experts refuse some widths.
+    plain = dict(attn_implementation="eager", experts_implementation="eager")
+    return kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), **plain).eval()
+
+
 @torch.inference_mode()
 def _logprobs(folder: Path, dtype: str, outputs: Sequence[RequestOutput]) -> Iterator[Tensor]:
     """Yield transformers' log-probabilities [generated tokens, vocabulary] for each output.
@@ -201,14 +216,8 @@ def _logprobs(folder: Path, dtype: str, outputs: Sequence[RequestOutput]) -> Ite
     Raises:
         CheckpointError: transformers cannot load or run the model.
     """
-    import transformers
-
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-        # Plain torch: the faster forms of experts refuse some widths.
-        plain = dict(attn_implementation="eager", experts_implementation="eager")
-        model = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), **plain).eval()
+        model = load_in_transformers(folder, dtype)
         for output in outputs:
             ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
             logits_LV = model(torch.tensor([ids]), use_cache=False).logits[0]

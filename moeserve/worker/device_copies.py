@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moeserve.ops.reading import GpuReading, HostReading, Reading
 from moeserve.step_inputs import GroupTable, as_integers
 from moeserve.worker.request_table import UNKNOWN_TOKEN, RequestTable
 
@@ -52,19 +53,6 @@ class HostInputs:
         return [field.name for field in dataclasses.fields(cls) if field.name != "cache_slots"]
 
 
-class Reading(Protocol):
-    """Tensors that are being copied to the host."""
-
-    @property
-    def is_done(self) -> bool:
-        """True if `wait` would return at once."""
-        ...
-
-    def wait(self) -> list[Tensor]:
-        """Wait until the device has computed the tensors, and return them on the host."""
-        ...
-
-
 class DeviceCopies(Protocol):
     """The copies to and from one device, made by the thread that runs its steps."""
 
@@ -87,18 +75,6 @@ class DeviceCopies(Protocol):
         ...
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading: ...
-
-
-class HostReading:
-    """See `Reading`."""
-
-    is_done = True
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-
-    def wait(self) -> list[Tensor]:
-        return self._tensors
 
 
 class CpuCopies:
@@ -124,29 +100,6 @@ class CpuCopies:
 
     def start_reading(self, tensors: Sequence[Tensor]) -> Reading:
         return HostReading(tensors)
-
-
-class GpuReading:
-    """See `Reading`."""
-
-    def __init__(self, tensors: Sequence[Tensor], pinned: Sequence[Tensor]) -> None:
-        """
-        Args:
-            pinned: pinned host memory for the tensors.
-        """
-        self._on_host = list(pinned)
-        for host, each in zip(self._on_host, tensors, strict=True):
-            host.copy_(each, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    @property
-    def is_done(self) -> bool:
-        return self._copied.query()
-
-    def wait(self) -> list[Tensor]:
-        self._copied.synchronize()
-        return self._on_host
 
 
 class GpuCopies:

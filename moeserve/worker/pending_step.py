@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 from torch import Tensor
 
+from moeserve.ops.reading import Reading
 from moeserve.protocol import ChunkResult, LogprobRows, RouteRows
-from moeserve.worker.device_copies import Reading
 from moeserve.worker.drafting import Drafter, accepted_tokens
 from moeserve.worker.request_table import Chunk
 from moeserve.worker.sampler import CAUSE_OF_DAMAGE, NUM_PROMPT_TENSORS, SampledRows, SampledToken, prompt_rows

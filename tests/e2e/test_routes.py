@@ -122,7 +122,7 @@ def test_accepted_drafts_have_routes(reference_named: Callable[[str], Reference]
 
 
 def test_streams_stops_and_late_starts(cases: Callable[[str], tuple[Reference, list[list[int]]]]) -> None:
-    """Routes come with the end of an output, and may leave out the begin of the prompt."""
+    """The last part of an output has its routes, without the first tokens of the prompt if the request says so."""
     reference, prompts = cases("qwen3-moe")
     prompt = prompts[0]
     whole = reference.routes([*prompt, *reference.greedy(prompt, NUM_TOKENS)])

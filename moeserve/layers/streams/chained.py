@@ -29,7 +29,7 @@ class ChainedStream(PlainStream):
 
 
 class Chained(Residual):
-    """The place of a network that reads the update of the network before it."""
+    """The place of a network whose input is the output of the network before it, not the stream."""
 
     def enter(self, stream_tD: Tensor, update_tD: Tensor | None) -> tuple[Tensor, Any]:
         assert update_tD is not None

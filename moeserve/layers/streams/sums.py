@@ -97,7 +97,7 @@ class SumsNorm(nn.Module):
 
 
 class SumsPlace(Place):
-    """The place of a network that reads the update of the network before it."""
+    """The place of a network whose input is the output of the network before it, not the stream."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()

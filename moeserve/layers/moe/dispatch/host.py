@@ -15,47 +15,26 @@ from torch import Tensor
 from moeserve.layers.moe.dispatch.base import Dispatched, PendingOutput, ReadyOutput
 from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.layers.moe.router import Routing
+from moeserve.ops.reading import Reading, start_reading
 from moeserve.ops.rows.interface import Rows, plain_rows
+from moeserve.ops.upload import upload
 from moeserve.step_inputs import StepInputs
-
-
-class HostCopies:
-    """Tensors on their way to pinned memory of the host. Those that are on the host already are not copied."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._on_host = list(tensors)
-        if tensors[0].is_cuda:
-            self._on_host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
-            for host, each in zip(self._on_host, tensors, strict=True):
-                host.copy_(each, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def wait(self) -> list[Tensor]:
-        """Return the copies, once the GPU has computed the tensors and copied them."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._on_host
 
 
 @dataclass(frozen=True)
 class HostDispatch:
     """A dispatch whose rows are on their way to the host."""
 
-    copies: HostCopies
+    reading: Reading
     dispatcher: HostDispatcher
     step: StepInputs
 
     def wait(self) -> Dispatched:
-        rows_TD, experts_TK, weights_TK = self.copies.wait()
+        rows_TD, experts_TK, weights_TK = self.reading.wait()
         dispatched = self.dispatcher.local.dispatch(rows_TD, Routing(experts_TK, weights_TK), self.step).wait()
 
         def combine(output: Tensor) -> PendingOutput:
-            sum_TD = dispatched.combine(output).wait()
-            if self.dispatcher.device.type == "cuda":
-                sum_TD = sum_TD.pin_memory().to(self.dispatcher.device, non_blocking=True)
-            return ReadyOutput(sum_TD)
+            return ReadyOutput(upload(dispatched.combine(output).wait(), self.dispatcher.device))
 
         return Dispatched(dispatched.tokens, combine)
 
@@ -76,8 +55,8 @@ class HostDispatcher:
         self.expert_copies = local.expert_copies
 
     def dispatch(self, hidden_TD: Rows, routing: Routing, step: StepInputs) -> HostDispatch:
-        copies = HostCopies([plain_rows(hidden_TD), routing.experts_TK, routing.weights_TK])
-        return HostDispatch(copies, self, step)
+        reading = start_reading([plain_rows(hidden_TD), routing.experts_TK, routing.weights_TK])
+        return HostDispatch(reading, self, step)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return False  # the host must compute in the middle of the step
