@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("rollout_mismatch", __doc__, rounds=None, threads=False)
     parser.add_argument("model", help="name or folder of a checkpoint with experts")
     parser.add_argument("--dtype", default="bfloat16", help="of the engine")
-    parser.add_argument("--reference-dtypes", nargs="+", default=["float32", "bfloat16"], help="of transformers")
+    parser.add_argument(
+        "--reference-dtypes", nargs="+", metavar="DTYPE", default=["float32", "bfloat16"], help="of transformers"
+    )
     parser.add_argument("--sequences", type=at_least(1), default=8)
     parser.add_argument("--prompt-tokens", type=at_least(1), default=32)
     parser.add_argument("--new-tokens", type=at_least(2), default=64)
