@@ -17,7 +17,7 @@ _ANY_PORT = 9  # "connecting" a datagram socket only looks up the route
 
 
 class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of the store where a launch's ranks meet, and its secret. See `distributed/store_server.py`."""
+    """Address and secret of the store where the ranks of one launch meet. See `distributed/store_server.py`."""
 
     name: str = ""  # of a socket on this host, see `processes/local_sockets.py`; empty: host and port
     host: str = ""
@@ -29,7 +29,7 @@ class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the address of each interface that has one, by its name."""
+    """Return the IPv4 address of each network interface that has one, keyed by the interface's name."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -45,7 +45,7 @@ def address_on(interface: str, setting: str = "network_interface") -> str:
     """Return this machine's address on an interface, given by its name ("eth1") or a subnet ("10.1.0.0/16").
 
     Args:
-        setting: that names the interface, for errors.
+        setting: name of the setting that names the interface, for error messages.
 
     Raises:
         SettingsError: there is no such interface.
@@ -79,7 +79,7 @@ def address_towards(host: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Return True for an address of this machine, second addresses of an interface included."""
+    """Return True for an address of this machine. An interface may have several addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))

@@ -40,8 +40,8 @@ class PromptTooLongError(RequestError):
     def __init__(self, message: str, *, num_tokens: int, max_tokens: int) -> None:
         """
         Args:
-            num_tokens: tokens of the prompt, or a lower bound of them.
-            max_tokens: maximum tokens of a prompt.
+            num_tokens: number of tokens in the prompt, or a lower bound of this number.
+            max_tokens: maximum number of tokens in a prompt.
         """
         super().__init__(message, parameter="prompt", code="context_length_exceeded")  # OpenAI's code of this error
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
@@ -102,7 +102,7 @@ def missing_extra(what: str, extra: str, error: ImportError) -> SettingsError:
     """Return the error for a package that is not installed, with the extra of moeserve that installs it.
 
     Args:
-        what: what needs which package, as the message begins: "metrics need prometheus_client".
+        what: the beginning of the message, such as "metrics need prometheus_client".
     """
     return SettingsError(f"{what} ({error}): pip install 'moeserve[{extra}]'")
 
@@ -129,8 +129,9 @@ def near_names(word: str, known: Iterable[str]) -> list[str]:
     """Return the known names that a user may have meant by a word, at most three; empty if none is near.
 
     They are, in this order of preference: the same name in another spelling (upper or lower case, "-" or "_"); names
-    with the fewest typing errors; names of which the word is at least half, in whole words; names that begin with the
-    word. In words of three letters, nearly any word is a typing error of another, so that whole words come first.
+    with the fewest typing errors; names that contain the word as a whole word and are at most twice as long; names that
+    begin with the word. For up to three letters, names with the whole word precede names with typing errors, because
+    nearly all short words are typing errors of each other.
     """
     word = _normalised(word)
     names = {name: _normalised(name) for name in known}
@@ -152,7 +153,7 @@ def _normalised(name: str) -> str:
 def _num_typing_errors(word: str, name: str, most: int) -> int:
     """Return how many letters are missing, added, wrong or swapped with the next one; `most + 1` for more than `most`.
 
-    It is the optimal string alignment distance, by dynamic programming over prefixes of both texts.
+    This number is the optimal string alignment distance, by dynamic programming over prefixes of both texts.
     """
     if abs(len(word) - len(name)) > most:
         return most + 1

@@ -33,8 +33,8 @@ class Session:
     ) -> None:
         """
         Args:
-            max_requests: returns the maximum number of requests in flight, which depends on the number of replicas. A
-                prompt with more outputs than that is accepted if no other is in flight.
+            max_requests: returns the maximum number of requests in flight, which depends on the number of replicas. If
+                no request is in flight, a prompt with more outputs than this maximum is accepted.
         """
         self.engine = engine
         self.frontend = frontend
@@ -85,7 +85,7 @@ class Session:
         return prompt_ids
 
     def submit_first(self, waiting: deque[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:
-        """Start and remove as many of the first prompts as there is room for. Return their ids."""
+        """Remove as many prompts from the front of the queue as there is room for, and start them. Return their ids."""
         with interrupts_deferred():
             most = self._max_requests()
             with self._frontend_lock:
@@ -270,7 +270,7 @@ class Session:
 
     @contextlib.contextmanager
     def _exclusive_soon(self) -> Iterator[None]:
-        """Use the engine exclusively, without waiting until another thread's `step` returns by itself."""
+        """Use the engine exclusively, and wake another thread that waits in the engine, so that it returns soon."""
         with self._exclusive(self.engine.wake):
             yield
 
@@ -324,7 +324,8 @@ class Session:
         """Pass queued requests and aborts to the engine.
 
         Args:
-            adds: False: stop at a new request, because adding it may restart the engine, and its caller polls soon.
+            adds: False: stop at a new request, because adding it may restart the engine. The thread that queued it soon
+                polls, and adds it.
         """
         while self._for_engine:
             first = self._for_engine[0]
@@ -424,8 +425,8 @@ class _FairLock:
         """Hold the lock.
 
         Args:
-            wake: makes the thread that holds it release it soon. Called when that thread cannot take it again before
-                this one; otherwise it could release it, take it again, and wait for long, after the call.
+            wake: makes the thread that holds the lock release it soon. It is called when this thread is next in line.
+                If it were called earlier, the holder could release the lock, take it again, and hold it for long.
         """
         with self._turn:
             if not self._lock.acquire(blocking=False):

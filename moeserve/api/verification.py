@@ -42,7 +42,7 @@ REFUSED_SETTINGS = ("quantization", "hf_overrides", "load_format", "model_impl")
 
 @dataclass(frozen=True)
 class Limits:
-    """The differences that rounding explains. Those of log-probabilities are in nats."""
+    """The largest differences that rounding explains. Differences of log-probabilities are in nats."""
 
     mean: float  # of the log-probabilities of all tokens
     single: float  # of the log-probability of one token
@@ -70,11 +70,11 @@ class TokenComparison:
 
     @property
     def difference(self) -> float:
-        """Difference of both log-probabilities of moeserve's token."""
+        """Difference between the log-probabilities that moeserve and transformers compute for moeserve's token."""
         return abs(self.logprob - self.logprob_in_transformers)
 
     def is_same(self, limits: Limits) -> bool:
-        """Return True if the token is the most likely one of transformers, or as likely but for rounding."""
+        """Return True if transformers finds no other token more likely by more than rounding explains."""
         lead = self.best_logprob_in_transformers - self.logprob_in_transformers
         return self.token == self.best_in_transformers or lead <= limits.mean
 

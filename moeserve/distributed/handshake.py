@@ -207,7 +207,7 @@ class _Handshake:
         return bool(ready)
 
     def _identify(self, peer: socket.socket) -> None:
-        """Read the first message of an accepted connection, and close it unless it comes from a rank of the group."""
+        """Read the first message of an accepted connection. Close the connection if no rank of the group sent it."""
         received = self._receive_file(peer) if is_same_user(peer) else None
         if received is None:
             peer.close()

@@ -24,7 +24,7 @@ class TransferAnswers:
         return self._futures[number]
 
     def add(self, answer: TransferResult) -> None:
-        """Add the answer of a rank."""
+        """Add one rank's answer to a transfer. The answer of the last rank completes the future."""
         answers = self._answers[answer.number]
         answers.append(answer)
         if len(answers) == self._num_ranks:

@@ -85,7 +85,7 @@ class FolderTier:
 
 
 class HostTier:
-    """An LRU index of the items in host memory, which has a number of places for each kind."""
+    """An LRU index of a store in host memory, which has a fixed number of places for each kind of item."""
 
     def __init__(self, num_places: Mapping[CacheKind, int]) -> None:
         """

@@ -1,6 +1,7 @@
-"""The caches of one replica: what each request holds of every group of layers.
+"""The caches of one replica: the blocks and states that each request holds in every group of layers.
 
-The scheduler decides which tokens run. This file finds the cached prefix of a request, and allocates the rest.
+The scheduler decides which tokens run. This file finds the cached prefix of a request, and allocates memory for its
+other tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ToStore: TypeAlias = list[tuple[ItemKey, int]]  # items that a store behind the 
 
 
 class Prefix(NamedTuple):
-    """The first blocks of a request, after which it can continue."""
+    """The first blocks of a request that are cached, so that the request can start after them."""
 
     num_blocks: int
     # Position up to which all tokens are known. If it is behind the prefix, an earlier request diverges there, and more
@@ -40,7 +41,7 @@ class ChunkItems(NamedTuple):
 
 
 class CacheLimits(Protocol):
-    """The part of the limits of a replica that concerns its caches; see `SchedulerConfig`."""
+    """The limits of a replica that concern its caches; see `SchedulerConfig`."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -64,8 +65,8 @@ class _Group(NamedTuple):
 class CacheManager:
     """Allocates blocks and rows of states to requests, and finds cached prefixes.
 
-    Layers that keep all tokens are the first group. A request drops a block of another group as soon as no token reads
-    it that is not computed yet. Plans in flight start at such a token, so none of them reads a dropped block.
+    Layers that keep all tokens are the first group. In other groups, a request drops a block as soon as none of its
+    uncomputed tokens will read it. The tokens of plans in flight are uncomputed, so no plan reads a dropped block.
 
     Of the other groups, a store behind the cache keeps only the items that a later request needs: those at positions
     where prompts end or diverge, and where a request ends.
@@ -98,12 +99,12 @@ class CacheManager:
         return RequestCache(root_digest, len(self._groups))
 
     def find(self, request: CachedRequest, is_stored: Callable[[ItemKey], bool] | None = None) -> Prefix:
-        """Return the longest prefix of a request that the caches have, without its last token.
+        """Return the longest prefix of a request that the caches have.
 
-        The last token is always computed.
+        The prefix never includes the last token of the request, which is always computed.
 
         Args:
-            is_stored: returns True if an item can be loaded, which counts as if the caches had it.
+            is_stored: returns True if an item can be loaded from a store. Such items count as cached.
         """
 
         def has(key: ItemKey) -> bool:
@@ -112,7 +113,7 @@ class CacheManager:
         return self._usable(request, has, self.most_cached_blocks(request))
 
     def note_branch(self, request: CachedRequest, prefix: Prefix) -> None:
-        """Remember the branch point of a prefix: what the request computes there is kept for later requests."""
+        """Remember the branch point of a prefix, so that later requests can continue there."""
         request.cache.branch_point = max(request.cache.branch_point, prefix.branch_point)
 
     def prefix_for_others(self, request: CachedRequest) -> list[ItemKey]:
@@ -136,7 +137,7 @@ class CacheManager:
         ]
 
     def most_cached_blocks(self, request: CachedRequest) -> int:
-        """Return the maximum number of blocks that a request may reuse. Its last token is always computed."""
+        """Return the maximum number of blocks that a request may reuse. The request's last token is always computed."""
         if not self.config.enable_prefix_caching or request.needs_every_prompt_row:
             return 0
         return (len(request.token_ids) - 1) // self.config.block_size
@@ -164,9 +165,9 @@ class CacheManager:
         return max(num_blocks_for(len(request.token_ids), self.config.block_size) - request.cache.num_blocks, 0)
 
     def start(self, request: CachedRequest, prefix: Prefix) -> ToStore:
-        """Add a cached prefix to a request without blocks, whose first planned chunk begins after it.
+        """Give a cached prefix to a request that has no blocks yet. Its first chunk begins after the prefix.
 
-        Return the items of other groups, because other requests may continue after the same prefix.
+        Return the prefix's items of all groups but the first, because other requests may continue after this prefix.
         """
         cache = request.cache
         for index, (group, shared) in enumerate(self._blocks_of(request, prefix)):
@@ -184,7 +185,7 @@ class CacheManager:
         return not num_new or all(num_new <= pool.num_free for _, pool in self._groups)
 
     def extend(self, request: CachedRequest, num_tokens: int) -> NewBlocks:
-        """Allocate and return the blocks that a request needs for its next tokens, if any. They must fit."""
+        """Allocate and return the new blocks that the next tokens of a request need. `fits` must have returned True."""
         num_new, cache, end = self._num_new_blocks(request, num_tokens), request.cache, request.num_planned + num_tokens
         if end > cache.num_positions:
             cache.num_positions = end
@@ -196,7 +197,7 @@ class CacheManager:
         return added
 
     def register(self, request: CachedRequest) -> CacheStart:
-        """Return what ranks need for a request, which is put into its slot."""
+        """Return the block tables and the state with which ranks start a request, after it has been given a slot."""
         cache = request.cache
         cache.own_row = request.slot
         return CacheStart(tables=[table.copy() for table in cache.tables], row=cache.row)  # the tables may grow
@@ -240,7 +241,7 @@ class CacheManager:
         )
 
     def end_chunk(self, request: CachedRequest, items: ChunkItems, start: int, *, is_kept: bool) -> ToStore:
-        """Make the state that a chunk has saved available to other requests, and release the one that it has read.
+        """Make the state that a chunk has saved available to other requests, and release the state that it read.
 
         Args:
             start: position of the chunk's first token.
@@ -259,7 +260,7 @@ class CacheManager:
         return [(ItemKey(CacheKind.STATE, digest), self._rows.register(items.saved.row, digest))]
 
     def undo_drafts(self, request: CachedRequest) -> bool:
-        """Restore the state before drafts, one of which was rejected. Return False if the model has no states."""
+        """Restore the state before a request's drafts, of which one was rejected. Return False if there is no state."""
         if self._rows is None:
             return False
         cache = request.cache
@@ -286,7 +287,7 @@ class CacheManager:
         return to_store
 
     def release(self, request: CachedRequest) -> ToStore:
-        """Free the blocks of a request. Return items of other groups, for a request that continues this one."""
+        """Free the blocks of a request. Return the items of other groups that a continuation of it needs."""
         to_store: ToStore = []
         held = self._held(request)
         for group, table, num_dropped in held:
@@ -298,11 +299,11 @@ class CacheManager:
         return to_store
 
     def make_private(self, request: CachedRequest) -> None:
-        """Let no other request find what a request computes from now on."""
+        """Share nothing that a request computes from now on with other requests."""
         request.cache.is_private = True
 
     def clear(self, request: CachedRequest) -> None:
-        """Forget the blocks and the state of a request, which have been released, so that it can start again."""
+        """Forget the released blocks and the released state of a request, so that the request can start again."""
         request.cache.clear()
 
     def check_invariants(
@@ -357,7 +358,7 @@ class CacheManager:
         return [(key, self.pools[key.kind].block_of(key.digest)) for key in keys]
 
     def _drop_unneeded(self, request: CachedRequest) -> None:
-        """Free the blocks that no token reads that is not computed yet."""
+        """Free the blocks of a request that none of its uncomputed tokens will read."""
         for index, (group, table, num_dropped) in enumerate(self._held(request)):
             first = group.rule.first_kept(request.num_computed)
             for block in range(num_dropped, first):

@@ -49,12 +49,12 @@ def dense_model(file: Path, architecture: str, checkpoint: Path, refusal: str | 
 
 
 def unknown_in_gguf(file: Path, architecture: object, known: Iterable[str]) -> CheckpointError:
-    """Return the error for a GGUF file with experts, whose architecture is not served."""
+    """Return the error for a GGUF file of an MoE model whose architecture is not served."""
     return _unknown(file, architecture, known, "other MoE models may be served from safetensors")
 
 
 def has_experts(values: dict[str, Any]) -> bool:
-    """Return True if a config describes a model with several experts, on any level."""
+    """Return True if a config, or a config nested in it, describes a model with several experts."""
     return any(
         has_experts(value)
         if isinstance(value, dict)

@@ -29,19 +29,19 @@ OfRows = Mapping[int, str]  # the fastest implementation by number of rows, for 
 
 
 def product_key(weights: OpenWeights) -> str:
-    """Return the key, in tables of measurements, of products of weights in 8-bit blocks of this shape."""
+    """Return the key under which the tables list products with weights of this shape in 8-bit blocks."""
     sizes = "x".join(map(str, weights.weight_eOI.shape))
     return f"product {sizes}{' gated' if weights.num_parts > 1 else ''}"
 
 
 def attention_key(shape: AttentionShape, kind: str) -> str:
-    """Return the key, in tables of measurements, of attention in steps of a kind, "decode" or "chunks"."""
+    """Return the key under which the tables list attention of this shape. `kind`: "decode" or "chunks"."""
     window = "" if shape.window is None else f" window {shape.window}"
     return f"attention {kind} {shape.num_heads}/{shape.num_kv_heads}x{shape.head_size}{window}"
 
 
 def measured_on(device: torch.device) -> dict[str, dict[int, str]]:
-    """Return the table of a GPU: by key, the fastest implementation by number of rows."""
+    """Return the table of a GPU. For each key it maps numbers of rows to the fastest implementation."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"  # Triton's interpreter
     return load_table(MEASURED_FOLDER / file_name(name))
 
@@ -51,14 +51,14 @@ def is_ever_fastest(name: str, device: torch.device) -> bool:
 
 
 def fastest_of(of_rows: OfRows, num_rows: int) -> str:
-    """Return the implementation that was the fastest at the number of rows nearest by ratio."""
+    """Return the fastest implementation at the measured number of rows that is nearest to `num_rows` by ratio."""
     rows = max(num_rows, 1)
     return of_rows[min(of_rows, key=lambda each: (abs(math.log(each / rows)), each))]
 
 
 @dataclass(frozen=True)
 class FastestProduct:
-    """A `Product` that uses the implementation that was the fastest at its number of rows."""
+    """A `Product` that runs the implementation that was measured to be the fastest for the rows of each call."""
 
     products: Mapping[str, Product]
     of_rows: OfRows
@@ -69,7 +69,7 @@ class FastestProduct:
 
 @dataclass(frozen=True)
 class FastestGroupedProduct:
-    """A `GroupedProduct` that uses the implementation that was the fastest at its number of rows."""
+    """A `GroupedProduct` that runs the implementation that was measured to be the fastest for the rows of each call."""
 
     products: Mapping[str, GroupedProduct]
     of_rows: OfRows
@@ -95,7 +95,11 @@ def load_table(path: Path) -> dict[str, dict[int, str]]:
 
 
 def save_table(path: Path, measured: Iterable[tuple[str, int, str]]) -> None:
-    """Add measurements, each a key, a number of rows and the fastest implementation, to a file. Entries are sorted."""
+    """Add measurements to a file, whose entries are sorted.
+
+    Args:
+        measured: key, number of rows and fastest implementation of each measurement.
+    """
     load_table.cache_clear()
     table = load_table(path)
     for key, num_rows, name in measured:

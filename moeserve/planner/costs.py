@@ -93,7 +93,7 @@ class StepTime:
 
     @property
     def layers(self) -> float:
-        """Seconds of computing and reading in all layers."""
+        """Seconds in which the layers compute or read memory, without the exchange between ranks."""
         return self.before + self.after + self.experts
 
     @property
@@ -299,7 +299,7 @@ class LayoutCosts:
             yield Part("combine on cores", ON_CORES, seconds, count, "after", "none")
 
     def _attention(self, stage: Stage, layers: range) -> Iterator[Part]:
-        """Yield attention by its maximum positions per token, and the indexers."""
+        """Yield a part for all layers that attend to equally many positions at most, and a part for all indexers."""
         first = self._config.costs_of_attention(self.tp)[0]
         cached = self._config.costs_of_attention(self.tp, layers)
         index_bytes = sum(each.index_values for each in cached) * self._value_bytes
@@ -387,7 +387,7 @@ def _products(
 
 
 def _pairs(load: StepLoad, window: int | None) -> dict[str, float]:
-    """Return the pairs of tokens and positions, if a token attends to at most `window` positions."""
+    """Return the numbers of pairs of a token and a position, if a token attends to at most `window` positions."""
     decode, prompt = load.decode_pairs, load.prefill_pairs
     if window is not None:
         decode, prompt = min(decode, load.num_decoding * window), min(prompt, load.num_prefill * window)

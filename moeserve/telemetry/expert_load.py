@@ -1,4 +1,4 @@
-"""Load windows: the tokens of experts and ranks over some steps, their files, and measures of evenness.
+"""Load windows: how many tokens each expert and each rank computed over some steps. Also their files and evenness.
 
 A token counts once for each expert that computes it. With k experts per token, a layer's counts therefore add up to k
 times its tokens. Padding rows are routed to no expert.
@@ -76,18 +76,20 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def max_over_mean(counts: Sequence[float]) -> float:
-    """Return the largest count over the mean; 1 if all counts are equal or zero."""
+    """Return the largest count divided by the mean count; 1 if all counts are equal or zero."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0
 
 
 def ranks_max_over_mean(window: LoadWindow) -> float:
-    """Return `layers_max_over_mean` of a window's ranks."""
+    """Return `layers_max_over_mean` of the tokens that a window counts for each rank."""
     return layers_max_over_mean(window.tokens_of_rank)
 
 
 def layers_max_over_mean(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the sum of the layers' maxima over the sum of their means: in each layer, all ranks wait for the fullest.
+    """Return the tokens of the fullest rank, added over all layers, divided by those of the mean rank.
+
+    All ranks wait for the fullest one in each layer, which need not be the same rank in all layers.
 
     Args:
         of_ranks: tokens by layer and by rank.
@@ -97,9 +99,10 @@ def layers_max_over_mean(of_ranks: Sequence[Sequence[float]]) -> float:
 
 
 def evenness(counts: Sequence[float]) -> float:
-    """Return the entropy of the shares over its maximum: 0 if one expert got all tokens, 1 if all got equally many.
+    """Return the entropy of the experts' shares of all tokens, divided by the maximum entropy.
 
-    The result is also 1 if all counts are zero or there is only one expert.
+    The result is 0 if one expert got all tokens, and 1 if all got equally many. It is also 1 if all counts are zero or
+    there is only one expert.
     """
     total = sum(counts)
     if not total or len(counts) == 1:
@@ -116,7 +119,7 @@ def padding_share(window: LoadWindow) -> float:
 
 
 def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
-    """Merge consecutive windows of one model into one, with the placement of the last."""
+    """Merge consecutive windows of one model into one window, which has the placement of the last one."""
     assert windows
     assert all(_sizes(window) == _sizes(windows[0]) for window in windows)
     last = windows[-1]
@@ -140,7 +143,7 @@ def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
 
 
 def joined(stages: Sequence[LoadWindow]) -> LoadWindow:
-    """Join the windows of the pipeline stages of one model, over the same steps, into one."""
+    """Join the windows of all pipeline stages, which cover the same steps, into one window of all layers."""
     first = stages[0]
     return msgspec.structs.replace(
         first,
@@ -163,7 +166,7 @@ def coarsened(windows: Sequence[LoadWindow], at_most: int) -> tuple[LoadWindow, 
 
 
 def write_window(file: BinaryIO, window: LoadWindow) -> None:
-    """Append a window as one line of JSON in a single write, so that readers see only whole lines before the last."""
+    """Append a window as one line of JSON, in a single write: only the last line of the file may be incomplete."""
     file.write(msgspec.json.encode(window) + b"\n")
     file.flush()
 

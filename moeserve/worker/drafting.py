@@ -30,7 +30,7 @@ NO_DRAFT = -1  # marks a missing draft token
 
 @dataclass(frozen=True, kw_only=True)
 class SampledStep:
-    """A step whose tokens have been sampled, as tensors that the device may still compute."""
+    """A step whose tokens have been sampled. The device may still be computing the tensors."""
 
     inputs: StepInputs  # inputs of the step, including padding
     chunks: Sequence[Chunk]
@@ -51,7 +51,7 @@ class StepBuilder(Protocol):
 
 
 class Drafter(Protocol):
-    """The drafting of the tokens that follow a step."""
+    """Drafts the tokens that follow a step."""
 
     def start(self, step: SampledStep, builder: StepBuilder) -> list[Tensor]:
         """Start to draft on the device. Return the tensors that `propose` needs on the host. Collective: all ranks."""
@@ -115,9 +115,9 @@ class ModuleDrafter:
     step, for which the model's hidden states are kept (`KeptRows`).
 
     Further tokens are drafted from N rows of each request at the next positions. Their hidden states are those from
-    which the last N tokens were drafted, instead of the model's. If layers keep nothing of drafts (`redoes_drafts`),
-    all rows since the step's are computed each time. The next step overwrites the keys and values of these rows and of
-    rejected drafts.
+    which the last N tokens were drafted, instead of the model's. If layers cache nothing for drafts (`redoes_drafts`),
+    all rows after those of the step are computed each time. The next step overwrites the keys and values of these rows
+    and of rejected drafts.
 
     The last positions of a block shared by several requests may depend on the next tokens of another request. This can
     make a draft worse, but does not change results.
@@ -152,7 +152,10 @@ class ModuleDrafter:
     def _first_rows(
         self, step: SampledStep, tokens_L: Tensor | None, sampling: Sequence[Chunk], builder: StepBuilder
     ) -> DraftRows:
-        """Return the rows of a step, after rows of earlier positions that have to be computed again."""
+        """Return the inputs of the modules for the rows of a step.
+
+        The rows of a chunk come after the rows of earlier positions of its request that have to be computed again.
+        """
         inputs, chunks, hidden_TD = step.inputs, step.chunks, step.hidden_TD
         if self._kept is not None:
             inputs, chunks, hidden_TD = self._kept.with_earlier_rows(step, builder)
@@ -210,11 +213,11 @@ class ModuleDrafter:
         drafts: list[Tensor],
         builder: StepBuilder,
     ) -> list[Tensor]:
-        """Draft further tokens, and return all drafts [S]. Collective: all ranks, which run as many modules.
+        """Draft further tokens, and return all drafts [S]. Collective: all ranks, which run equally many modules.
 
         Args:
             positions: position of each chunk's row that drafts.
-            hidden_NSD: hidden states of these rows behind each module.
+            hidden_NSD: hidden states of these rows after each module.
             drafts: tokens drafted from these hidden states.
         """
         count, num_first = self._num_modules, len(drafts)
@@ -275,8 +278,9 @@ class KeptRows:
     def __init__(self, num_rows: int, num_drafts: int, num_slots: int) -> None:
         """
         Args:
-            num_rows: number of rows before a chunk.
-            num_drafts: maximum number of drafts at the end of a chunk, which the next chunk may begin before.
+            num_rows: number of rows to compute again before a chunk.
+            num_drafts: maximum number of drafts at the end of a chunk. If all are rejected, the next chunk begins at
+                the position of the first one.
         """
         self._num_rows = num_rows
         self._num_kept = num_rows + 1 + num_drafts
@@ -287,8 +291,8 @@ class KeptRows:
     def with_earlier_rows(self, step: SampledStep, builder: StepBuilder) -> tuple[StepInputs, list[Chunk], Tensor]:
         """Return the step with the rows before each chunk that samples, and keep the last rows of all chunks.
 
-        The modules have the right tokens for all other chunks, and need no rows before them. All ranks have to know the
-        number of rows: where fewer rows of a request are known, unused ones are added.
+        Other chunks need no earlier rows, because the modules have read the right tokens at all positions before them.
+        All ranks must know the number of rows, so unused rows are added if fewer earlier rows of a request are kept.
         """
         chunks: list[Chunk] = []
         unused: list[bool] = []  # for each chunk

@@ -1,4 +1,4 @@
-"""`RouteBuffer`: the experts of a step's tokens in the layers of one rank."""
+"""`RouteBuffer`: the experts that the routers of one rank choose for the tokens of a step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from moeserve.worker.request_table import Chunk
 
 
 class RouteBuffer:
-    """The memory into which the routers of a rank write the experts that they choose, and the experts that are forced.
+    """Memory into which the routers of a rank write the experts of each token. Also passes forced experts to them.
 
-    Captured steps write to it too, because its address stays. L: layers of the rank's stage.
+    The address of the memory never changes, so captured steps can write to it too. L: layers of the rank's stage.
     """
 
     def __init__(self, model: Decoder, shape: RouteShape, num_tokens: int) -> None:
         """
         Args:
-            num_tokens: most tokens of a step.
+            num_tokens: maximum number of tokens in a step.
         """
         self._shape = shape
         self._layers = range(model.stage.start, min(model.stage.stop, shape.num_layers))
@@ -39,12 +39,12 @@ class RouteBuffer:
                 layer.router.route_place = RoutePlace(place, self._memory_LTK[place])
 
     def read(self, num_rows: int) -> RouteRows:
-        """Return the experts of the rank's rows of the step that has just run."""
+        """Return the experts chosen for the first `num_rows` rows of the step that has just run."""
         rows_TLK = self._memory_LTK[:, :num_rows].numpy().astype(self._shape.dtype).swapaxes(0, 1)
         return RouteRows(first_layer=self._layers.start, rows=rows_TLK.tobytes())
 
     def forced(self, step: StepInputs, chunks: Sequence[Chunk]) -> StepInputs:
-        """Return the step with the experts that requests force on their tokens."""
+        """Return the step with `forced_routes`, if a request of these chunks forces the experts of its tokens."""
         if not any(chunk.request.forced_routes for chunk in chunks):
             return step
         shape = self._shape
@@ -62,7 +62,7 @@ class RouteBuffer:
 
 
 def route_buffer_of(config: EngineConfig, model: RankModel) -> RouteBuffer | None:
-    """Return the memory of routes of a rank; None if routes are not returned."""
+    """Return a new `RouteBuffer` for a rank's model; None if outputs do not contain routes."""
     if config.experts.routes is None:
         return None
     assert isinstance(model, Decoder), "other models have no route shape"

@@ -1,12 +1,13 @@
 """Items of the KV cache in a persistent folder that several engines share.
 
-Each rank has a separate folder, whose name is a hash of everything except tokens that an item's contents depend on. An
+Each rank has a separate folder, whose name is a hash of everything that an item's contents depend on, except tokens. An
 item is one safetensors file, named by its digest and its kind. Files are renamed into place when complete and have a
 checksum, so a killed engine leaves no damaged item. Items that cannot be read are deleted, and computed again.
 
-No engine waits for another. Before an engine deletes old items, it reserves the bytes that it is about to write by an
-empty file whose name has their number. Of several engines that do so at once, the last one sees the reservations of all
-others, so the folder never grows beyond its limit. Reservations and partial files are locked while their engine runs.
+No engine waits for another. Before an engine deletes old items, it reserves the bytes that it is about to write, with
+an empty file whose name states their number. Of several engines that do so at once, the last one sees the reservations
+of all others, so the folder never grows beyond its limit. Reservations and partial files are locked while their engine
+runs.
 """
 
 from __future__ import annotations

@@ -68,13 +68,13 @@ class NixlMemory:
         )
 
     def read(self, theirs: NixlShare, copies: Sequence[np.ndarray]) -> None:
-        """Copy ranges of another rank's memory to this rank's, and return when all writing has ended.
+        """Copy ranges of another rank's memory into this rank's memory, and return when nothing more will be written.
 
         There is no time limit, because a copy cannot be stopped: UCX over TCP continues to write after NIXL has
         released the transfer and removed the other agent. The copy fails when the other process exits.
 
         Args:
-            copies: rows of the remote address, the local address, and the number of bytes.
+            copies: arrays [ranges, 3] uint64 of the remote address, the local address and the number of bytes.
 
         Raises:
             PeerError: the copy failed.
@@ -103,13 +103,13 @@ class NixlMemory:
 
 
 def infiniband_devices(interface: str) -> list[str]:
-    """Return UCX's names of an interface's InfiniBand or RoCE devices."""
+    """Return the InfiniBand or RoCE devices of a network interface, as UCX names them."""
     folder = Path("/sys/class/net") / interface / "device" / "infiniband"
     return [f"{device.name}:1" for device in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
 def place_of(tensor: Tensor, axis: int) -> TensorPlace:
-    """Return the memory layout of a tensor of items, which may be divided along an axis after the first one."""
+    """Return the memory layout of a tensor of items, which ranks divide along an axis; 0: it is not divided."""
     size = tensor.element_size()
     return TensorPlace(
         address=tensor.data_ptr(),

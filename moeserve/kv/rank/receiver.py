@@ -67,7 +67,7 @@ class Cancellation:
         return self._is_set
 
     def set(self) -> None:
-        """End the transfer by closing the connections on which its thread may wait."""
+        """End the transfer: close the connections on which the transfer's thread may be waiting."""
         with self._lock:
             self._is_set = True
             for connection in self._connections:
@@ -220,7 +220,12 @@ class BlockReceiver:
 
     @staticmethod
     def _overlap(missing: _Missing, index: int, ranges: Sequence[tuple[int, int]]) -> _Part | None:
-        """Return the part of a missing range that a sender has in one of its ranges of a tensor."""
+        """Return a part of a missing range that the sender has, or None.
+
+        Args:
+            index: index of the tensor among the sender's tensors.
+            ranges: start and length of the sender's ranges of this tensor; empty: ranks do not divide the tensor.
+        """
         if not missing.length and not ranges:
             return _Part(Piece(index, 0, 0), missing.tensor, 0)
         first_of_range = 0
@@ -249,7 +254,7 @@ class BlockReceiver:
     def _read_by_nixl(
         self, nixl: NixlMemory, sender: Connection, transfer: ReceiveItems, parts: Sequence[_Part]
     ) -> None:
-        """Read items from the sender's memory, then require that it has kept them until now."""
+        """Read parts of items from the sender's memory. Raise PeerError if the sender has freed the items meanwhile."""
         answer = self._ask(sender, Read(items=transfer.wanted, pieces=[]))
         if (theirs := answer.nixl) is None:
             raise PeerError("its memory cannot be read by NIXL")

@@ -109,7 +109,7 @@ class HasRead(msgspec.Struct, frozen=True, tag="has-read"):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `HasRead`, or to a `Read`, which the requested bytes follow."""
+    """The answer to a `HasRead` or a `Read`. The bytes that a `Read` requests follow its answer."""
 
     error: str = ""  # reason why the items cannot be read
     places: list[CachePlace] = []  # places of the requested items in the sender's cache
@@ -152,7 +152,7 @@ def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
 
 
 def read_key(path: str | None) -> bytes:
-    """Return the key of a file; empty without one.
+    """Return the key in a file; empty if there is no file.
 
     Raises:
         SettingsError: the key cannot be read, or is too short.

@@ -53,7 +53,7 @@ MIN_DENSE_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionSpec(NetworkSpec):
-    """The shape of one layer of latent attention."""
+    """The configuration of one layer of latent attention."""
 
     num_heads: int
     query_rank: int | None  # size that queries are compressed to; None: they are not
@@ -86,11 +86,11 @@ class LatentAttentionSpec(NetworkSpec):
 
     @property
     def shares_choice(self) -> bool:
-        """True if the layer reuses the positions that the previous layer attends to."""
+        """True if the layer attends to the positions that were selected for the previous layer."""
         return self.is_sparse and self.indexer is None
 
     def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks]:
-        """Return the rule of latent vectors."""
+        """Return the rule that determines how long latent vectors stay in the cache."""
         return (KeepAll() if self.window is None else KeepWindow(self.window, block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
@@ -147,7 +147,7 @@ class LatentAttentionSpec(NetworkSpec):
 
     @property
     def projected_dim(self) -> int:
-        """The number of values for each head in the projection of queries."""
+        """The number of values that the projection of queries computes for each head."""
         return self.query_dim + self.value_dim * self.has_query_gate
 
     @property
@@ -157,10 +157,10 @@ class LatentAttentionSpec(NetworkSpec):
 
     @property
     def max_absorbed_rows(self) -> int:
-        """Rows of a chunk up to which absorbing takes fewer multiplications than expanding.
+        """The maximum number of rows in a chunk for which absorbing takes fewer multiplications than expanding.
 
-        Per head and position of the context, a row costs P + L absorbed and K + S + V expanded; the expansion itself
-        costs L * (K + V) once.
+        For each head and position of the context, each row takes P + L multiplications if absorbed, and K + S + V if
+        expanded. The expansion takes L * (K + V) multiplications, once for all rows.
         """
         more_per_row = self.cached_size + self.latent_size - self.query_dim - self.value_dim
         expansion = self.latent_size * (self.key_dim + self.value_dim)
@@ -195,7 +195,7 @@ class LatentCache:
 class LatentAttention(OverTP):
     """Attention of each token to the tokens of its own request up to itself.
 
-    Each tp rank has a share of the heads, and computes a part of the sum that is the output. Each has the whole cache.
+    Each tp rank has a share of the heads and the whole cache. The output is the sum of what the tp ranks compute.
     """
 
     def __init__(self, config: LatentAttentionSpec, hidden_size: int, context: BuildContext) -> None:
@@ -392,7 +392,7 @@ class LatentAttention(OverTP):
         """Return [T, N, V], with zeros in the rows of chunks that have more than `max_rows` rows.
 
         Args:
-            query_TNP: ends with the rotated part of the queries; the beginning is written here.
+            query_TNP: ends with the rotated part of the queries. This function overwrites the part before it.
         """
         self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : self.config.latent_size])
         return self.head_maps.project(self.backend.attend(query_TNP, cache.latents, step, max_rows, self.sinks))
@@ -415,7 +415,7 @@ class LatentAttention(OverTP):
 
 
 class HeadMaps(nn.Module):
-    """The maps from a latent vector to each head's key and value; absorbed, they apply to query and result instead."""
+    """The linear maps from a latent vector to each head's key and value, or from queries and results if absorbed."""
 
     def __init__(self, config: LatentAttentionSpec, num_heads: int, context: BuildContext) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ class HeadMaps(nn.Module):
         self.keys, self.values = (Weights(products.PER_HEAD, shape, context, limits=limits) for shape in shapes)
 
     def rows(self, name: str, config: LatentAttentionSpec, heads: slice) -> Iterator[Row]:
-        """Yield the rows. The tensor is ordered by head: the map [K, L] of the keys, then that [V, L] of the values."""
+        """Yield the rows. For each head, the tensor has the map of the key [K, L], then that of the value [V, L]."""
         size = config.key_dim + config.value_dim
         shape = (config.num_heads * size, config.latent_size)
         for slot, head in enumerate(range(heads.start, heads.stop)):
@@ -436,11 +436,11 @@ class HeadMaps(nn.Module):
             yield name, Destination(values_VL, shape, (slice(middle, stop),), self.values)
 
     def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
-        """Write vectors whose products with latent vectors are those of the queries with the heads' keys."""
+        """Write queries of latent vectors: their products with latent vectors equal those of queries and keys."""
         self.keys.product.multiply(query_TNK, out_TNL)
 
     def project(self, attended_TNL: Tensor) -> Tensor:
-        """Return the heads' values [T, N, V] of sums of latent vectors."""
+        """Map the sum of latent vectors of each head to its sum of values, [T, N, V]."""
         return self.values.product.multiply(attended_TNL)
 
     def expand(self, latent_CL: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
-"""Weights in blocks of GGUF's Q4_K, Q5_K or Q6_K in safetensors, as `moeserve quantize` writes them.
+"""Weights that `moeserve quantize` writes to safetensors files, in blocks of GGUF's formats Q4_K, Q5_K or Q6_K.
 
-A weight has two tensors: its blocks [..., bytes of a row] uint8, whose last one may be padded, and its shape.
+A weight is stored as two tensors: its blocks, [..., bytes of a row] uint8, and its shape. The last block of a row may
+be padded.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class BlockTensor:
         """Return the weight that is stored in these blocks.
 
         Args:
-            options: the formats of the checkpoint. The bytes of a row say which is that of this weight.
+            options: the formats that the checkpoint uses. The length of a row determines the format of this weight.
         """
         return cls(blocks, tuple(shape or ()), options)
 
     @functools.cached_property
     def packed_format(self) -> PackedFormat | None:
-        """The format of packed weights with the same codes and scales; None: the tensor is damaged."""
+        """The packed format with the same codes and scales as the blocks; None: the tensor is damaged."""
         stored = self.blocks.shape
         fitting = (each for each in self.options if self.shape and stored[-1] == row_bytes(each, self.shape[-1]))
         return next(fitting, None) if stored[:-1] == self.shape[:-1] else None

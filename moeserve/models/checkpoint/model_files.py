@@ -60,10 +60,10 @@ class ModelFiles(Protocol):
         ...
 
     def describe(self, *, with_headers: bool = False) -> Path:
-        """Return a folder or a GGUF file that is read like the model, and may lack the values of its weights.
+        """Return a folder or a GGUF file that describes the model. The values of weights may be missing.
 
         Args:
-            with_headers: the files of weights are there, with their sizes and headers.
+            with_headers: include the files of weights, each with its size and its header.
 
         Raises:
             CheckpointError: a file cannot be read from the hub.
@@ -71,7 +71,7 @@ class ModelFiles(Protocol):
         ...
 
     def fetch(self, *, shows_progress: bool = False) -> Path:
-        """Return the folder or the GGUF file of the model, complete.
+        """Fetch the files that are missing, and return the folder or the GGUF file of the model.
 
         Args:
             shows_progress: draw progress bars if on a terminal.
@@ -85,13 +85,13 @@ class ModelFiles(Protocol):
 def find_model(
     name: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | None = None
 ) -> ModelFiles:
-    """Return the files of a model. From a hub, fetch those that describe the model, but no weights.
+    """Return the files of a model. If it is in a hub, fetch the files that describe it now, but no weights.
 
     Args:
         name: a folder of a checkpoint or of one GGUF model, a GGUF file, OWNER/NAME in a hub, or OWNER/NAME:FILE for a
             GGUF file there, where FILE may also be a quantisation like Q4_K_M.
         revision: branch, tag or commit in the hub; None: the main branch.
-        download_dir: folder of the hub's cache; None: that of the library, which HF_HUB_CACHE and HF_HOME set.
+        download_dir: folder of the hub's cache; None: the folder that HF_HUB_CACHE or HF_HOME sets, or the default one.
 
     Raises:
         SettingsError: huggingface_hub is not installed.
@@ -108,7 +108,7 @@ def find_model(
 
 
 def _model_in(path: Path) -> Path:
-    """Return the GGUF file of a folder that holds no other model, or else the path itself.
+    """Return the GGUF file if the path is a folder whose only model is that file. Otherwise return the path.
 
     Raises:
         CheckpointError: a folder cannot be opened, or holds several models in GGUF files.
@@ -140,7 +140,7 @@ def _model_in(path: Path) -> Path:
 def find_tokenizer(
     name: str, *, revision: str | None = None, download_dir: str | None = None
 ) -> tuple[Path, HubModel | None]:
-    """Return the folder of a tokenizer, which is fetched if the name is OWNER/NAME in a hub, and its repository.
+    """Return the folder of a tokenizer, and its repository if it is in a hub. Fetch a tokenizer named OWNER/NAME.
 
     Raises:
         SettingsError, CheckpointError: as for `find_model`.
@@ -155,12 +155,13 @@ def find_tokenizer(
 
 
 def on_this_host(config: EngineConfig, *, only_cached: bool = False) -> EngineConfig:
-    """Return the config with this host's paths of files from a hub, at the commits that the driver has found.
+    """Return the config with the paths that files from a hub have on this host.
 
-    Each host has a cache of its own, or shares one. Files that this host's cache lacks are fetched.
+    The files are those of the commits that the driver has found. Each host has a cache of its own, or shares one. Files
+    that this host's cache lacks are fetched.
 
     Args:
-        only_cached: do not reach for the hub: another process of this host has fetched the files.
+        only_cached: read files from the hub's cache only, because another process of this host has fetched them.
 
     Raises:
         SettingsError, CheckpointError: as for `find_model`.
@@ -200,7 +201,7 @@ class HubFiles:
     def __init__(self, model: HubModel, *, only_cached: bool = False) -> None:
         """
         Args:
-            only_cached: do not reach for the hub: another process of this host has fetched the model.
+            only_cached: read files from the hub's cache only, because another process of this host has fetched them.
 
         Raises:
             SettingsError, CheckpointError: as for `find_model`.
@@ -236,18 +237,18 @@ class HubFiles:
         return self._path_in(self._hub.folder)
 
     def _path_in(self, folder: Path) -> Path:
-        """Return the path of the model if its files are in a folder."""
+        """Return the path of the model, given the folder that holds its files."""
         return folder if self._gguf is None else folder / self._weights[0]
 
     def _companions(self) -> list[str]:
-        """Return the names of the files beside the weights."""
+        """Return the names of the cached files that describe a model in safetensors, such as those of its tokenizer."""
         if self._gguf is not None:
             return []
         is_wanted = re.compile("|".join(map(fnmatch.translate, DESCRIPTION_FILES))).match
         return [name for name in self._hub.cached_files if is_wanted(name)]
 
     def _choose(self, names: Collection[str]) -> list[str]:
-        """Return the names of the files of weights; empty if these names of files do not lead to any."""
+        """Return the names of the files of weights, given the names of available files; empty if none can be found."""
         if self._gguf is not None:
             return _choose_gguf(names, self._gguf, self._repository)
         index = self._hub.folder / INDEX
@@ -269,7 +270,7 @@ class HubFiles:
             raise CheckpointError(f"{self._repository} is incomplete: it holds no {list_names(lacking)}")
 
     def _lacks(self, what: str) -> CheckpointError:
-        """Return the error for a repository without something. The message names what the repository has instead."""
+        """Return the error for a repository that has no `what`. The message names files that the repository has."""
         ggufs = [name for name in self._sizes if name.endswith(".gguf")]
         pickled = [name for name in self._sizes if name.endswith(PICKLED)]
         why = ""

@@ -1,4 +1,4 @@
-"""Writing of checkpoints: shards with an index, in a folder that is never incomplete."""
+"""Writes checkpoints as shards with an index. Their folder gets its name when all files are complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SHARD_BYTES = 10**9
 
 
 def check_unused(out: Path) -> None:
-    """Raise CheckpointError if something is in the place of a folder to write."""
+    """Raise CheckpointError if the path of a new folder exists already, and is not an empty folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise CheckpointError(f"{out} exists already and is not an empty folder; remove it or choose another name")
 
@@ -47,7 +47,7 @@ def write_shards(
     """Write tensors, which do not share memory, and their index.
 
     Args:
-        max_bytes: bytes of the tensors of a file; a larger tensor gets a file of its own.
+        max_bytes: maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
     """
     shard_of_name: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}

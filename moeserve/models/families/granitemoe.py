@@ -19,7 +19,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def read_with_shared(config: ConfigValues, **settings: Any) -> ModelSpec:
-    """Read Granite with shared experts. `settings` are fields of its AttentionSpec."""
+    """Return the model of a Granite config that may have shared experts. Pass `settings` on to `read_attention`."""
     width = config.integer("shared_intermediate_size", 0, low=0, high=2**20)
     return _read(config, SharedExpertsSpec(width=width) if width else None, **settings)
 

@@ -1,4 +1,4 @@
-"""Descriptions of GGUF architectures: how metadata become a config.json, and which tensors have other rows."""
+"""Descriptions of GGUF architectures: how metadata become a config.json, and which tensors are cut or reordered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Keys = Mapping[str, str | tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the model that is a part of one in the file."""
+    """A tensor of the model that is stored as a part of a tensor in the file."""
 
     name: str  # in GGUF's scheme, without the ending `.weight` or `.bias`
     rows: np.ndarray | None = None  # numbers of stored rows, in the model's order; None: all
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class File:
-    """Facts of a GGUF file that an architecture is read from."""
+    """The metadata and tensor names of a GGUF file, from which an `Architecture` derives a config.json."""
 
     values: ConfigValues  # this architecture's metadata, keyed without the `<architecture>.` prefix
     shapes: Mapping[str, tuple[int, ...]]  # of the tensors, by name
@@ -38,16 +38,16 @@ class File:
     config: dict[str, Any]  # the entries of config.json that are read in the same way for all architectures
 
     def layers_with(self, kind: str) -> list[bool]:
-        """Return a flag for each decoder layer: True if it has a tensor of this name."""
+        """Return one flag for each decoder layer: True if the file has the tensor `blk.<layer>.<kind>`."""
         return [f"blk.{layer}.{kind}" in self.shapes for layer in range(self.config["num_hidden_layers"])]
 
     def width_of(self, kind: str) -> int | None:
-        """Return the rows of the first tensor of this name, or None if no layer has one."""
+        """Return the number of rows of the first tensor `blk.<layer>.<kind>`; None if no layer has one."""
         of_layers = (self.shapes.get(f"blk.{layer}.{kind}") for layer in range(self.config["num_hidden_layers"]))
         return next((shape[0] for shape in of_layers if shape), None)
 
     def sizes_of_layers(self, key: str) -> list[int]:
-        """Return the number of each layer. The metadata have one number for all layers, or a list."""
+        """Return the value of a key for each layer. The metadata hold one number for all layers, or a list."""
         value, num_layers = self.values.values.get(key), self.values.integer("block_count", high=2**12)
         numbers: list[Any] = value if isinstance(value, list) else [value] * num_layers
         if len(numbers) < num_layers or not all(type(number) is int and number >= 0 for number in numbers):
@@ -56,7 +56,7 @@ class File:
 
 
 def numbers_of_layers(values: ConfigValues, key: str, default: int) -> list[int]:
-    """Return the numbers under a key: those of the layers if it is a list, otherwise the only number."""
+    """Return the list of integers under a key. A single number, or a missing key's default, gives a list of one."""
     numbers = values.values.get(key, default)
     is_list = isinstance(numbers, list) and numbers and all(type(each) is int for each in numbers)
     return list(numbers) if is_list else [values.integer(key, default)]

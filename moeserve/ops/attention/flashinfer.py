@@ -60,10 +60,11 @@ NEEDS = {
 
 
 def with_flashinfer(own: Backend, choice: AttentionChoice, device: torch.device, block_size: int) -> Backend:
-    """Return the backend with attention with FlashInfer.
+    """Return the backend, changed to compute attention with FlashInfer where FlashInfer supports it.
 
     Args:
-        choice: "measured": only if it was measured to be the fastest for grouped-query attention, and can be used.
+        choice: with "measured", the backend is returned unchanged unless FlashInfer can be used and was measured to be
+            the fastest for grouped-query attention.
 
     Raises:
         SettingsError: FlashInfer cannot be used here.
@@ -116,7 +117,7 @@ class Attend(Protocol):
 
 
 class FlashInfer:
-    """The opened library, or our own kernels for the layers and kinds of steps that it does not support.
+    """Selects the attention of each layer: FlashInfer for the kinds of steps that it supports, else our own kernels.
 
     Layers share the workspaces, because they run one after another.
     """
@@ -142,7 +143,7 @@ class FlashInfer:
         self._chosen = functools.cache(self._choose)  # shared by layers of a shape, like their plans
 
     def attention(self, own: AttentionBackend, shape: AttentionShape) -> AttentionBackend:
-        """Return the attention of a layer that `own` serves where the library cannot."""
+        """Return the attention of a layer. `own` computes the kinds of steps that FlashInfer does not."""
         decode, chunks = self._chosen(shape, "decode"), self._chosen(shape, "chunks")
         if decode is None and chunks is None:
             return own
@@ -181,7 +182,7 @@ class FlashInfer:
         return None
 
     def make_attend(self, shape: AttentionShape, kind: StepKind) -> Attend:
-        """Return the function for steps of a supported kind. That for "decode" can be captured in a CUDA graph."""
+        """Return the function for steps of a supported kind. The one for "decode" can be captured in a CUDA graph."""
         if kind == "decode":
             decode = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache
             return DecodeAttention(decode, shape, self._decode_workspace)
@@ -192,7 +193,7 @@ class FlashInfer:
 
 
 class FlashInferAttention:
-    """An `AttentionBackend` that writes to the cache with our kernels, and attends with a function for each kind."""
+    """An `AttentionBackend` that writes to the cache with our kernels. It has one function for each kind of step."""
 
     def __init__(self, own: AttentionBackend, decode: Attend, chunks: Attend) -> None:
         self.own = own
@@ -303,8 +304,8 @@ def places_of_blocks(
         chunks: index and span of each chunk.
 
     Returns:
-        The number of blocks before each chunk, S + 1 numbers, and for each block the index of its id in the flattened
-        block table, [B] int64 on the host.
+        Two results: S + 1 numbers, which are the number of blocks before each chunk and then the total; and the index
+        of each block's id in the flattened block table, [B] int64 on the host.
     """
     counts_S = torch.tensor([-(-span.context_len // block_size) for _, span in chunks])
     block_starts = [0, *counts_S.cumsum(0).tolist()]
@@ -319,5 +320,5 @@ def numbers(values: list[int]) -> Tensor:
 
 
 def _window_left(shape: AttentionShape) -> int:
-    """Return the maximum number of positions before its own that a token attends to; -1: all."""
+    """Return the maximum number of earlier positions that a token attends to; -1: no maximum."""
     return -1 if shape.window is None else shape.window - 1

@@ -1,4 +1,4 @@
-"""The tools of chat completions, of which the model may call functions, and the choice between them."""
+"""The tools of a chat completion, and the choice of the functions among them that the model may call."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ToolChoice: TypeAlias = Annotated[
 
 
 def offered_tools(tools: Sequence[Tool], choice: ToolChoice | None = None) -> dict[str, FunctionTool]:
-    """Return the functions that the model may call, each keyed by its field in the request."""
+    """Return the functions that the model may call, keyed by their fields in the request, such as "tools.0"."""
     functions = {f"tools.{place}": tool for place, tool in enumerate(tools) if isinstance(tool, FunctionTool)}
     if not isinstance(choice, AllowedChoice):
         return functions
@@ -77,7 +77,7 @@ def offered_tools(tools: Sequence[Tool], choice: ToolChoice | None = None) -> di
 
 
 def mode_of(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | NamedTool | None:
-    """Return a choice without the tools that it allows, in the form that conversations have."""
+    """Return a choice in the form that `Conversation` has, which does not list allowed tools."""
     match choice:
         case AllowedChoice():
             return choice.allowed_tools.mode

@@ -56,7 +56,8 @@ class ReadyOutput:
 class Dispatched:
     """The tokens that this rank's experts compute, and how their outputs are sent back and added up.
 
-    `combine` is collective, over all ep ranks. Its argument has the layout of the tokens, in `out_RD` if that is given.
+    The argument of `combine` is the outputs of the experts, in the same layout as the tokens. If the tokens have an
+    `out_RD`, the outputs must be in this memory. Collective: all ep ranks.
     """
 
     tokens: PackedTokens | SlottedTokens
@@ -66,9 +67,10 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest steps that run without the host knowing how many rows a rank computes, in bytes of all pairs' rows.
+    """Limits of the steps that run although the host does not know how many rows each rank computes.
 
-    Such a step has memory for all pairs. The memory of graphs is measured at the start; that of eager steps is not.
+    Such a step allocates one row for each pair of a token and a chosen expert. The limits are bytes of these rows. The
+    memory of graphs is measured at the start; that of eager steps is not.
     """
 
     eager: int
@@ -85,11 +87,12 @@ def pack(
     *,
     gathers_late: bool,
 ) -> PackedTokens:
-    """Return the rows of pairs, which are sorted by expert.
+    """Return the rows of pairs that have been sorted by local expert.
 
     Args:
-        expected_rows: if rows with pair -1 follow.
-        gathers_late: `Backend.products_gather_rows`.
+        expected_rows: estimate of the number of rows that count, if spare rows with pair -1 follow them; None: no
+            spare rows follow.
+        gathers_late: expert kernels gather the rows as they read them; see `Backend.products_gather_rows`.
     """
     groups = RowGroups(counts_e, expected_rows is not None, expected_rows)
     if gathers_late:
@@ -133,17 +136,17 @@ class Dispatcher(Protocol):
 
     @property
     def takes_float8(self) -> bool:
-        """True if FP8 rows reach the experts unchanged. `dispatch` needs `Float8Rows` that keep the plain rows."""
+        """True if FP8 rows reach the experts unchanged. The `Float8Rows` must then keep the plain rows too."""
         ...
 
     def dispatch(self, hidden_TD: Any, routing: Routing, step: StepInputs) -> PendingDispatch:
-        """Start to send a row for each chosen expert. `hidden_TD`: a tensor, or also `Float8Rows`."""
+        """Start to send a row to each chosen expert. `hidden_TD` is a tensor, or `Float8Rows` if `takes_float8`."""
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        """True if a CUDA graph can hold such a step, padded, and saves time. The answer is the same on all ranks.
+        """True if a CUDA graph can hold a padded step of this size, and saves time. All ranks get the same result.
 
         Args:
-            bytes_per_token: the bytes of one row for each of a token's experts.
+            bytes_per_token: bytes of the rows of one token, which has one row for each chosen expert.
         """
         ...

@@ -118,7 +118,7 @@ class LoadMeter:
     def _collect_stage(
         self, placement_epoch: int, figures: Sequence[int]
     ) -> tuple[LoadWindow, tuple[tuple[int, ...], ...]]:
-        """Return the window of this stage's layers, and the figures of its ranks. Collective: all ranks of a stage."""
+        """Return the window of this stage's layers, and each rank's `figures`. Collective: all ranks of the stage."""
         ep = self._groups.ep
         waited = ep.seconds_waited()
         before = self._waited + [0.0] * (len(waited) - len(self._waited))
@@ -182,7 +182,7 @@ class LoadMeter:
         return tuple(of_expert), tuple(of_rank)
 
     def _reads_of_window(self) -> list[int]:
-        """Return the totals of the store's counters since the last call; nothing without a store."""
+        """Return how much the store's counters have grown since the last call; an empty list without a store."""
         if self._store is None:
             return []
         totals = self._store.totals()
