@@ -106,14 +106,14 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def num_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count how often this process reads a checkpoint's weights."""
-    from moeserve.worker import loading
+    from moeserve.worker.weight_sources import checkpoint_tensors
 
     count = [0]
-    load_weights = loading.load_weights
+    load_weights = checkpoint_tensors.load_weights
 
     def counted(*arguments: Any, **options: Any) -> None:
         count[0] += 1
         load_weights(*arguments, **options)
 
-    monkeypatch.setattr(loading, "load_weights", counted)
+    monkeypatch.setattr(checkpoint_tensors, "load_weights", counted)
     return count

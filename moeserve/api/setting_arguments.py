@@ -245,9 +245,9 @@ class SettingArguments(TypedDict, total=False):
     - 1; default: 300)."""
     on_failure: Literal["auto", "end", "restart", "recover", "shrink"]
     """when a rank has failed; end: all requests end with an error; restart: ranks are started again, and requests
-    continue; recover: the same, but ranks that have not failed keep their weights if possible; shrink: restart with
-    one replica fewer; auto: recover for several ranks on this host, end if the rank runs in this process, else
-    restart (one of 'auto', 'end', 'restart', 'recover', 'shrink'; default: 'auto')."""
+    continue; recover: the same, but ranks that have not failed keep their weights if possible; shrink: replicas
+    that have lost ranks are left out if possible; auto: recover for several ranks on this host, end if the rank
+    runs in this process, else restart (one of 'auto', 'end', 'restart', 'recover', 'shrink'; default: 'auto')."""
     debug_collectives: bool
     """check before each collective that all ranks run the same one (True or False; default: False)."""
     # Telemetry

@@ -233,6 +233,11 @@ class EngineConfig:
         return self.failure.debug_rank_state or self.experts.routes is not None
 
     @property
+    def recovers_in_place(self) -> bool:
+        """True if ranks that have not failed wait for others to take the places of those that have."""
+        return self.failure.on_failure in ("recover", "shrink") and self.parallel.executor == "mp"
+
+    @property
     def max_requests_in_flight(self) -> int:
         """Maximum number of running and waiting requests of all replicas together."""
         return self.schedule.max_num_seqs * self.parallel.data_parallel_size + self.schedule.max_queued_requests

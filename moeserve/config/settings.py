@@ -333,8 +333,8 @@ class ParallelSettings:
         "auto",
         "when a rank has failed; end: all requests end with an error; restart: ranks are started again, and "
         "requests continue; recover: the same, but ranks that have not failed keep their weights if possible; shrink: "
-        "restart with one replica fewer; auto: recover for several ranks on this host, end if the rank runs in this "
-        "process, else restart",
+        "replicas that have lost ranks are left out if possible; auto: recover for several ranks on this host, end if "
+        "the rank runs in this process, else restart",
     )
     debug_collectives: bool = setting(False, "check before each collective that all ranks run the same one")
 

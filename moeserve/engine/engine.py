@@ -9,25 +9,22 @@ from concurrent.futures import Future, wait
 
 from moeserve.config.engine_config import EngineConfig
 from moeserve.controls import CancelUpdate, Command, ControlResult, Sleep, WeightCommand, WeightState
+from moeserve.engine import scaling
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
 from moeserve.engine.controls import Controls
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
+from moeserve.engine.growing_back import GrowingBack
 from moeserve.engine.in_flight import RequestsInFlight
 from moeserve.engine.launcher import Launcher, ReplicaHandle
 from moeserve.engine.protocol import ReplicaFaulted
 from moeserve.engine.recovery import Recovery
 from moeserve.engine.restart import next_smaller, restart
-from moeserve.engine.scaling import Scaling, run_in_thread
 from moeserve.errors import (
     EngineError,
-    ScaleError,
-    ScalingInProgressError,
-    SettingsError,
     StaleWeightsError,
     WeightsChangedError,
     WeightUpdateError,
 )
-from moeserve.interrupts import interrupts_allowed
 from moeserve.models.checkpoint.file_hashes import FileHashes
 from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.supervision import ProcessPoll, Watched
@@ -46,7 +43,7 @@ class Engine:
 
     When a process fails, `on_failure` decides what follows. With "end", all requests end with an error that names the
     process, and further requests are refused. With "recover", failed ranks are replaced (`Recovery`), with "restart"
-    all of them, with "shrink" there is one replica fewer; requests continue after the tokens that were received. If
+    all of them, with "shrink" their replicas are left out; requests continue after the tokens that were received. If
     there are no requests, the next one restarts the engine.
 
     A change of the number of replicas works in the same way: the requests continue on another worker group
@@ -59,7 +56,7 @@ class Engine:
         launcher: Launcher,
         *,
         config_of: Callable[[int], EngineConfig],
-        run_in_background: Callable[[Callable[[], None]], object] = run_in_thread,
+        run_in_background: Callable[[Callable[[], None]], object] = scaling.run_in_thread,
     ) -> None:
         """Start all replicas, and wait until they have loaded the model.
 
@@ -88,8 +85,9 @@ class Engine:
         self._weights_have_changed = False  # so no processes can be started again
         self._is_shut_down = False
         self._is_ending = False  # restarts are cancelled
-        self._scaling: Scaling | None = None  # the last change
+        self._scaling: scaling.Scaling | None = None  # the last change
         self._is_changing_in_place = False  # no processes run during the change
+        self._growing_back = GrowingBack(config.parallel.data_parallel_size)
         try:
             self._start(config)
         except BaseException:
@@ -203,35 +201,17 @@ class Engine:
 
     def scale(self, data_parallel_size: int) -> Future[None]:
         self._require_serving()
-        num_before = self.config.parallel.data_parallel_size
-        if self._is_scaling:
-            raise ScalingInProgressError(
-                f"the number of replicas is being changed already, so it cannot be changed to {data_parallel_size}; "
-                "try again when that is over"
-            )
-        if type(data_parallel_size) is int and data_parallel_size == num_before:
+        scaling.require_one_change(data_parallel_size, is_scaling=self._is_scaling)
+        if type(data_parallel_size) is int and data_parallel_size == self.config.parallel.data_parallel_size:
             done: Future[None] = Future()
             done.set_result(None)
             return done
-        if self.weights != WeightState():
-            raise ScaleError(
-                "new replicas would load the checkpoint, and the weights are others by now; call reload_weights first"
-            )
-        config = with_limits_of(self.config, self.num_blocks, self._config_of(data_parallel_size))
+        scaling.require_equal_weights(self.weights)
+        config = self._resized(data_parallel_size)
         if config.compute.device != "cpu":
             return self._scale_in_place(config)
-        if ":" in (config.store.kv_transfer_address or ""):
-            raise SettingsError(
-                f"kv_transfer_address={config.store.kv_transfer_address!r} names a port, on which old and new replicas "
-                "would have to listen at once; start the engine with an address without a port"
-            )
-        self._scaling = Scaling(
-            lambda: self._new_generation(config),
-            self._run_in_background,
-            self._wake_up.wake,
-            num_before=num_before,
-        )
-        return self._scaling.done
+        scaling.require_two_generations(config)
+        return self._begin_scaling(config)
 
     def shutdown(self) -> None:
         if self._is_shut_down or not self._ownership.is_owner:  # a fork of the owner must leave the engine alone
@@ -303,8 +283,20 @@ class Engine:
         """Watch only the wake-up: file descriptors of terminated processes would end every wait at once."""
         self._poll = ProcessPoll([], self._wake_up.fd)
 
+    def _begin_scaling(self, config: EngineConfig) -> Future[None]:
+        """Start another generation in the background."""
+        self._scaling = scaling.Scaling(
+            lambda: self._new_generation(config),
+            self._run_in_background,
+            self._wake_up.wake,
+            num_before=self.config.parallel.data_parallel_size,
+        )
+        return self._scaling.done
+
     def _advance_scaling(self) -> None:
         """If a new generation is ready, let it serve: requests continue there, and the old generation is ended."""
+        if not self._is_scaling and self.weights == WeightState():
+            self._growing_back.advance(self.config, self._resized, self._begin_scaling)
         if self._scaling is None:
             return
         new, old = self._scaling.advance(), self._generation
@@ -312,39 +304,42 @@ class Engine:
             self._let_serve(new)
             self._undelivered += self._continue_all()
             self._scaling.retire(old)
+            self._growing_back.num_wanted = len(new.index_of)
             logger.info("the engine has %d replica(s) now, instead of %d", len(new.index_of), len(old.index_of))
         elif self._scaling.loading is not self._watched_loading:
             self._watch()
 
     def _scale_in_place(self, config: EngineConfig) -> Future[None]:
         """End the serving processes before others are started, because the devices cannot hold both."""
-        done: Future[None] = Future()
         running = self.config
         self._generation.shut_down()
         self._failure = "the change of the number of replicas was interrupted"
         self._is_changing_in_place = True
-        try:
-            with interrupts_allowed():
-                self._start(config)
+
+        def start() -> None:
+            self._start(config)
             self._failure = ""
+            self._growing_back.num_wanted = config.parallel.data_parallel_size
             self._undelivered += self._continue_all()
-            done.set_result(None)
-        except (EngineError, ValueError, OSError) as error:
-            self._failure = f"the number of replicas stays {running.parallel.data_parallel_size}: {error}"
-            refusal = ScaleError(self._failure)
-            refusal.__cause__ = error
+
+        def start_again(failure: str) -> None:
+            self._failure = failure
             self._undelivered += self._resume(running)
-            done.set_exception(refusal)
+
+        try:
+            return scaling.try_in_place(start, start_again, running.parallel.data_parallel_size)
         finally:
             self._is_changing_in_place = False
-        return done
 
     def _request_load(self) -> None:
         self._awaits_load = True
         self._in_flight.collect_load()
 
-    def _restart(self, config: EngineConfig) -> None:
+    def _restart(self, config: EngineConfig | None = None) -> None:
         """Start new processes, and retry until the resources for them are available.
+
+        Args:
+            config: the config of the new processes; None: the one that follows from `on_failure`.
 
         Raises:
             EngineError: the resources are not available in time.
@@ -354,6 +349,7 @@ class Engine:
             if self._recovery.run(lambda: self._is_ending):
                 self._let_serve(self._generation)
             else:
+                config = config or self._config_after_failure(self.config)
                 restart(self._start, config, self._config_after_failure, lambda: self._is_ending)
         except WeightsChangedError as error:
             self._weights_have_changed, self._failure = True, str(error)
@@ -364,7 +360,11 @@ class Engine:
         """Return the config to restart with: with on_failure="shrink", that of the next smaller possible size."""
         if config.failure.on_failure != "shrink":
             return config
-        return next_smaller(config, lambda size: with_limits_of(self.config, self.num_blocks, self._config_of(size)))
+        return next_smaller(config, self._resized)
+
+    def _resized(self, num_replicas: int) -> EngineConfig:
+        """Return the config of another number of replicas. Raises SettingsError if that is not possible."""
+        return with_limits_of(self.config, self.num_blocks, self._config_of(num_replicas))
 
     @property
     def _longest_wait_s(self) -> float:
@@ -391,7 +391,7 @@ class Engine:
             may_run = not (self._controls.is_paused or self.weights.is_updating)
             is_busy = self._controls.is_running or (self._in_flight and may_run)
             silent_s = time.monotonic() - self._last_message_s if is_busy else 0.0
-            has_failed = self._recovery.has_faults or any(
+            has_failed = bool(self._generation.faults) or any(
                 process in self._serving and process.failures() for process in ready
             )
             failure = self.config.failure
@@ -430,7 +430,7 @@ class Engine:
         what = "failed ranks are replaced" if self._recovery.is_prepared else "the engine is restarted"
         logger.warning("%s, and requests continue. The failure: %s", what, self._failure)
         try:
-            self._restart(config or self._config_after_failure(self.config))
+            self._restart(config)
         except EngineError as error:
             self._failure = str(error)
             self._controls.fail(self._failure)
@@ -455,7 +455,7 @@ class Engine:
                 continue
             for message in self._generation.group.replicas[index].receive():
                 if isinstance(message, ReplicaFaulted):
-                    self._recovery.note(message)
+                    self._generation.note_fault(index, message)
                     continue
                 assert isinstance(message, Delivery), message
                 # Replicas that wait for another one to announce a control send messages too, but run no steps.
@@ -482,7 +482,7 @@ class Engine:
         self._receive(only_failures=True)  # a local replica must not plan a request before the others that are added
         if self._failure and not self.refusal:
             self._awaits_load = False  # the waiting call has raised
-            self._restart(self._config_after_failure(self.config))
+            self._restart()
             self._controls.resend()
         self._require_open()
 

@@ -46,6 +46,7 @@ class Generation:
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
         self.epoch = 0  # number of recoveries
+        self.lost: set[int] = set()  # replicas that have lost ranks since all were ready
         self.begin_to_load()
 
     def take_ready(self) -> bool:
@@ -62,8 +63,8 @@ class Generation:
                     require_same(self.file_hashes or message.file_hashes, message.file_hashes)
                     self.num_blocks, self.file_hashes = message.num_blocks, message.file_hashes
                     del self._loading[replica.name]
-                if isinstance(message, ReplicaFaulted) and message.epoch == self.epoch:
-                    self.faults += message.reports
+                if isinstance(message, ReplicaFaulted):
+                    self.note_fault(self.index_of[replica], message)
         if self._loading:
             seconds = time.monotonic() - self.began_s
             if seconds >= self.config.failure.load_timeout + SECONDS_TO_NAME_A_RANK:
@@ -74,6 +75,7 @@ class Generation:
             return False
         if self.group.has_failed:  # a replica that was ready before the others
             return False
+        self.lost.clear()
         num_replicas = len(self.group.replicas)
         self.replica_stats = [stats_at_start(self.num_blocks)] * num_replicas
         self.router = DPRouter(
@@ -84,6 +86,13 @@ class Generation:
             salt=secrets.token_bytes(32),
         )
         return True
+
+    def note_fault(self, replica: int, message: ReplicaFaulted) -> None:
+        """Note that a replica waits for a recovery, unless another one has begun since."""
+        if message.epoch == self.epoch:
+            self.faults += message.reports
+            if message.has_lost_ranks:
+                self.lost.add(replica)
 
     def wait_until_ready(self, is_cancelled: Callable[[], bool]) -> None:
         """Wait until all replicas have loaded the model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -238,24 +238,26 @@ class HangWatch:
 class RecordWatch:
     """A `HangWatch` with the records that it judges."""
 
-    def __init__(self, make_watch: Callable[[], HangWatch], records: ProgressRecords) -> None:
-        self._make_watch, self._records = make_watch, records
-        self._watch = make_watch()
+    def __init__(self, watch: HangWatch, records: ProgressRecords, places: Sequence[int]) -> None:
+        """
+        Args:
+            places: the index of each process's record.
+        """
+        self._watch, self._records, self._places = watch, records, places
 
     def look(self) -> Finding | None:
         """Judge the present records, unless that was done a moment ago."""
         now_s = time.monotonic()
-        return self._watch.look(now_s, self._records.read()) if self._watch.is_due(now_s) else None
+        return self._watch.look(now_s, self._read()) if self._watch.is_due(now_s) else None
 
-    def restart(self) -> None:
-        """Forget the past, because processes are replaced."""
-        self._records.clear()
-        self._watch = self._make_watch()
+    def _read(self) -> list[ProgressRecord]:
+        records = self._records.read()
+        return [records[place] for place in self._places]
 
     def late_ranks(self, epoch: int) -> Finding | None:
         """Return a finding that names the ranks that have not begun an epoch yet as hung; None if all have begun it."""
         processes = self._watch.processes
-        records = zip(processes, self._records.read(), strict=True)
+        records = zip(processes, self._read(), strict=True)
         late = [i for i, (each, record) in enumerate(records) if each.engine is not None and record.epoch != epoch]
         names, cause = ", ".join(processes[index].name for index in late), "hangs: it does not answer"
         return Finding("hung", tuple(late), FailureReport(name=names, cause=cause)) if late else None

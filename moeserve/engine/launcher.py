@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from moeserve.addresses import StoreAddress
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.hang_watch import RecordWatch
 from moeserve.engine.protocol import FromReplica, ToReplica
 from moeserve.processes.failures import FailureReport
 from moeserve.processes.supervision import SECONDS_TO_COLLECT, Watched, WatchedProcess, collect_failures, end_all
+from moeserve.worker.protocol import RankStart
 
 
 class ReplicaHandle(Watched, Protocol):
@@ -29,8 +29,21 @@ class ReplicaHandle(Watched, Protocol):
 class Starter(Protocol):
     """Starts replicas beside others that keep their processes."""
 
-    def new_store(self) -> StoreAddress:
-        """Close the store where ranks met, so that those that still wait there fail, and return another one."""
+    def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:
+        """Close the store where ranks met, so that those that still wait there fail, and open another one.
+
+        Args:
+            config: from now on.
+            survivors: the replicas that are left, ascending by their index so far. They are counted anew.
+        """
+        ...
+
+    def message(self, replica: int, epoch: int, num_blocks: int) -> RankStart:
+        """Return the start message of a replica's first rank."""
+        ...
+
+    def watch(self) -> RecordWatch | None:
+        """Return a watch over the processes of all replicas, without their past. None: hangs are not detected."""
         ...
 
     def start(self, replica: int, epoch: int, num_blocks: int) -> ReplicaHandle:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moeserve.addresses import StoreAddress
+from collections.abc import Sequence
+
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
 from moeserve.distributed.store_server import start_store
@@ -12,44 +13,63 @@ from moeserve.engine.protocol import FromReplica
 from moeserve.machine import usable_cores
 from moeserve.processes.local import start_process
 from moeserve.processes.progress_records import ProgressRecords
-from moeserve.worker.protocol import RankStart, rank_name
+from moeserve.worker.protocol import RankStart
 
 
 class ProcessStarter:
     """A `Starter` of processes on this host, with what they share: the store where ranks meet, and progress records."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+        num_replicas = config.parallel.data_parallel_size
         self._config, self._show_progress = config, show_progress
+        self._seats = list(range(num_replicas))  # of the replicas, see `RankStart`
         self._environment = environment_of_rank(config, usable_cores())
         self._store = start_store()  # must outlive the ranks' processes
-        self.records = ProgressRecords(config.parallel.num_ranks + config.parallel.data_parallel_size)
+        self._records = ProgressRecords(num_replicas * (1 + config.parallel.ranks_per_replica))
 
-    def new_store(self) -> StoreAddress:
+    def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:
+        self._config, self._seats = config, [self._seats[replica] for replica in survivors]
         self._store.close()
         self._store = start_store()
-        return self._store.address
 
-    def start(self, replica: int, epoch: int = 0, num_blocks: int | None = None) -> ReplicaHandle:
-        first_rank = RankStart(
+    def message(self, replica: int, epoch: int, num_blocks: int | None) -> RankStart:
+        return RankStart(
             config=self._config,
             rank=replica * self._config.parallel.ranks_per_replica,
             store=self._store.address,
             show_progress=self._show_progress and replica == 0 and epoch == 0,
             epoch=epoch,
             num_blocks=num_blocks,
+            seat=self._seats[replica],
         )
+
+    def start(self, replica: int, epoch: int = 0, num_blocks: int | None = None) -> ReplicaHandle:
         return start_process(
             "moeserve.engine.replica_process:run",
-            engine_name(replica),
-            first_rank,
+            engine_name(self._seats[replica]),
+            self.message(replica, epoch, num_blocks),
             FromReplica,
             environment=self._environment,
-            records_fd=self.records.fd,
+            records_fd=self._records.fd,
         )
+
+    def watch(self) -> RecordWatch | None:
+        if not self._config.failure.detect_hangs:
+            return None
+        self._records.clear()  # some may be of processes that have ended
+        firsts = [self.message(replica, 0, None) for replica in range(len(self._seats))]
+        ranks = [
+            (first.of_rank(rank), index) for index, first in enumerate(firsts) for rank in first.numbers_of_replica
+        ]
+        processes = [Watchable(start.name, engine=len(ranks) + index) for start, index in ranks]
+        processes += [Watchable(engine_name(seat)) for seat in self._seats]
+        places = [*(start.record for start, _ in ranks), *(first.record_of_engine for first in firsts)]
+        judges_hangs = self._config.compute.device == "cpu"
+        return RecordWatch(HangWatch(processes, judges_hangs=judges_hangs), self._records, places)
 
     def close(self) -> None:
         self._store.close()
-        self.records.close()
+        self._records.close()
 
 
 class ProcessLauncher:
@@ -60,8 +80,7 @@ class ProcessLauncher:
 
     def start(self, config: EngineConfig) -> WorkerGroup:
         starter = ProcessStarter(config, show_progress=self._show_progress)
-        watch = watch_of(config, starter.records) if config.failure.detect_hangs else None
-        group = WorkerGroup(release=starter.close, watch=watch, starter=starter)
+        group = WorkerGroup(release=starter.close, watch=starter.watch(), starter=starter)
         try:
             for replica in range(config.parallel.data_parallel_size):
                 group.replicas.append(starter.start(replica))
@@ -74,15 +93,6 @@ class ProcessLauncher:
         pass
 
 
-def watch_of(config: EngineConfig, records: ProgressRecords) -> RecordWatch:
-    """Return the watch over the records of all ranks, followed by those of the engines of all replicas."""
-    num_ranks, num_own = config.parallel.num_ranks, config.parallel.ranks_per_replica
-    ranks = [Watchable(rank_name(config, rank), engine=num_ranks + rank // num_own) for rank in range(num_ranks)]
-    engines = [Watchable(engine_name(replica)) for replica in range(config.parallel.data_parallel_size)]
-    judges_hangs = config.compute.device == "cpu"
-    return RecordWatch(lambda: HangWatch([*ranks, *engines], judges_hangs=judges_hangs), records)
-
-
 def engine_name(replica: int) -> str:
-    """Return the name of the process of a replica's engine in messages."""
+    """Return the name of the process of a replica's engine in messages, by the index that it had at the start."""
     return f"engine of replica {replica}"

@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from moeserve.addresses import StoreAddress
 from moeserve.config.engine_config import EngineConfig
 from moeserve.controls import Command, ControlResult, WeightState
 from moeserve.processes.failures import FailureReport
 from moeserve.protocol import AbortRequest, AddRequest, Delivery, ReplicaMessage, ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.worker.protocol import RankStart
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -30,15 +30,14 @@ class ReplicaFaulted(msgspec.Struct, frozen=True, tag="replica-faulted"):
 
     epoch: int
     reports: list[FailureReport]
+    has_lost_ranks: bool  # False: only ranks of other replicas have failed
 
 
 class Recover(msgspec.Struct, frozen=True, tag="recover"):
     """Sent to a replica that has processes left: replace failed ranks, and drop all requests."""
 
-    epoch: int
-    lost: list[int]  # ranks of this replica to replace although they may run
-    num_blocks: int  # KV cache blocks of each rank
-    store: StoreAddress  # where the ranks of the epoch meet
+    start: RankStart  # of the replica's first rank in the next epoch
+    lost: list[int]  # ranks of this replica to replace although they may run, numbered as in the next epoch
 
 
 ToReplica: TypeAlias = ReplicaMessage | Recover

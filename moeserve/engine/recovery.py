@@ -11,6 +11,7 @@ from moeserve.controls import WeightState
 from moeserve.engine.generation import Generation
 from moeserve.engine.hang_watch import Finding
 from moeserve.engine.launcher import WorkerGroup
+from moeserve.engine.leaving_out import without_others
 from moeserve.engine.protocol import Recover, ReplicaFaulted
 from moeserve.errors import EngineError, MoeserveError
 from moeserve.interrupts import interrupts_allowed
@@ -41,32 +42,23 @@ class Recovery:
         self.is_prepared = False  # `prepare` has succeeded, and `run` was not called
         self._generation = generation
         self._finding: Finding | None = None
-        self._faults: list[FailureReport] = []
-
-    @property
-    def has_faults(self) -> bool:
-        """True if a replica waits for a recovery."""
-        return bool(self._faults)
-
-    def note(self, message: ReplicaFaulted) -> None:
-        if message.epoch == self._generation.epoch:
-            self._faults += message.reports
 
     def collect_failures(self) -> list[FailureReport]:
         """Return the failures that are known soon after the first sign of one."""
-        group, deadline = self._generation.group, time.monotonic() + SECONDS_TO_COLLECT
-        if not self._faults:
+        generation, deadline = self._generation, time.monotonic() + SECONDS_TO_COLLECT
+        group = generation.group
+        if not generation.faults:
             return group.collect_failures()
         while True:
-            reports = [*(report for member in group.members for report in member.failures()), *self._faults]
+            reports = [*(report for member in group.members for report in member.failures()), *generation.faults]
             left_s = deadline - time.monotonic()
             if left_s <= 0 or any(not report.is_consequence for report in reports):
                 return reports
             wait_for_messages(group.members, left_s)
-            for replica in group.replicas:  # tokens that were not received are computed again
+            for index, replica in enumerate(group.replicas):  # tokens that were not received are computed again
                 for message in replica.receive():
                     if isinstance(message, ReplicaFaulted):
-                        self.note(message)
+                        generation.note_fault(index, message)
 
     def prepare(self, finding: Finding | None, weights: WeightState) -> bool:
         """Return True if failed ranks can be replaced. If `on_failure` orders it, but it cannot be done, log why.
@@ -76,7 +68,7 @@ class Recovery:
             weights: the weights with which the engine serves.
         """
         generation = self._generation
-        if generation.config.failure.on_failure != "recover":
+        if not generation.config.recovers_in_place:
             return False
         reason = reason_to_restart(generation.config, generation.group, has_own_weights=weights != WeightState())
         if reason:
@@ -108,46 +100,95 @@ class Recovery:
     def _replace_until_ready(self, is_cancelled: Callable[[], bool]) -> None:
         """Replace failed processes, and those that fail meanwhile, until all replicas can serve.
 
+        With on_failure="shrink", and if that fails, replicas that have lost ranks are left out instead.
+
         Raises:
             EngineError: too many processes fail, or the wait was cancelled.
-            MoeserveError: a new rank cannot load the model.
+            MoeserveError: a rank cannot load the weights that it needs.
         """
-        generation, finding, cause = self._generation, self._finding, ""
-        for _ in range(MAX_ATTEMPTS):
-            self._replace(() if finding is None else finding.guilty)
-            while not generation.take_ready():
-                finding = self._find_hung()
-                if finding or generation.faults or generation.group.has_failed:
-                    break
-                if is_cancelled():
-                    raise EngineError("the engine was shut down while it recovered")
-                wait_for_messages(generation.group.members, SECONDS_BETWEEN_LOOKS)
+        finding, num_attempts = self._finding, 0
+        leaves_out = self._generation.config.failure.on_failure == "shrink"
+        while True:
+            try:
+                self._begin(() if finding is None else finding.guilty, leaves_out=leaves_out)
+            except (EngineError, OSError) as error:  # the system starts no process, or no replica can be left out
+                if leaves_out:
+                    raise
+                finding, cause, num_attempts = None, str(error), MAX_ATTEMPTS
             else:
-                return
-            reports = [finding.report] if finding else generation.group.collect_failures() + generation.faults
-            error = as_error(root_cause(reports), "while failed ranks were replaced")
-            if isinstance(error, ValueError):  # another attempt would fail in the same way
-                raise error
-            cause = str(root_cause(reports))
-            logger.warning("further ranks are replaced: %s", cause)
-        raise EngineError(f"{MAX_ATTEMPTS} attempts have failed; the last one: {cause}")
+                finding, report = self._wait(is_cancelled)
+                if report is None:
+                    return
+                cause, failure = str(report), as_error(report, "while failed ranks were replaced")
+                num_attempts = MAX_ATTEMPTS if isinstance(failure, ValueError) else num_attempts + 1
+                if num_attempts == MAX_ATTEMPTS and leaves_out:
+                    raise failure
+            if num_attempts < MAX_ATTEMPTS:
+                logger.warning("further ranks are replaced: %s", cause)
+            else:  # another attempt would fail in the same way
+                logger.warning("failed ranks cannot be replaced: %s", cause)
+                leaves_out, num_attempts = True, 0
 
-    def _replace(self, guilty: Sequence[int]) -> None:
-        """Begin an epoch without processes that have ended or are guilty, and with new ones in their places."""
-        generation, group, parallel = self._generation, self._generation.group, self._generation.config.parallel
+    def _wait(self, is_cancelled: Callable[[], bool]) -> tuple[Finding | None, FailureReport | None]:
+        """Wait until all replicas can serve. Return what the watch has found, and why they cannot serve.
+
+        Raises:
+            EngineError: the wait was cancelled, or loading takes too long.
+        """
+        generation = self._generation
+        while not generation.take_ready():
+            finding = self._find_hung()
+            if finding or generation.faults or generation.group.has_failed:
+                reports = [finding.report] if finding else generation.group.collect_failures() + generation.faults
+                return finding, root_cause(reports)
+            if is_cancelled():
+                raise EngineError("the engine was shut down while it recovered")
+            wait_for_messages(generation.group.members, SECONDS_BETWEEN_LOOKS)
+        return None, None
+
+    def _begin(self, guilty: Sequence[int], *, leaves_out: bool) -> None:
+        """Begin an epoch without processes that have ended or are guilty, and with new ones in their places.
+
+        Args:
+            leaves_out: begin it without the replicas that have lost processes.
+
+        Raises:
+            EngineError: a process cannot be started, or the other replicas cannot serve alone.
+        """
+        generation, group, config = self._generation, self._generation.group, self._generation.config
         assert group.starter is not None
+        num_own, num_ranks = config.parallel.ranks_per_replica, config.parallel.num_ranks
+        lost_ranks = [[rank for rank in guilty if rank // num_own == index] for index in range(len(group.replicas))]
+        ended = {
+            index for index, replica in enumerate(group.replicas) if replica.failures() or num_ranks + index in guilty
+        }
+        survivors = list(range(len(group.replicas)))
+        if leaves_out:
+            lost = ended | generation.lost | {index for index, ranks in enumerate(lost_ranks) if ranks}
+            survivors = [index for index in survivors if index not in lost]
+            config = without_others(config, survivors)
+            left_out = [group.replicas[index] for index in sorted(lost)]
+            logger.warning(
+                "%s left out: %d replica(s) serve on", ", ".join(each.name for each in left_out), len(survivors)
+            )
+            end_all(left_out)
+            group.replicas[:] = [group.replicas[index] for index in survivors]
+            generation.config, generation.lost, ended = config, set(), set()
+            lost_ranks = [[] for _ in survivors]
         generation.epoch += 1
+        group.starter.begin_epoch(config, survivors)
         if group.watch is not None:
-            group.watch.restart()
-        store = group.starter.new_store()
+            group.watch = group.starter.watch()
         for index, replica in enumerate(group.replicas):
-            if replica.failures() or parallel.num_ranks + index in guilty:
+            if index in ended:
+                generation.lost.add(index)
                 end_all([replica])  # before its place is used again
                 group.replicas[index] = group.starter.start(index, generation.epoch, generation.num_blocks)
             else:
-                first = index * parallel.ranks_per_replica
-                lost = [rank for rank in range(first, first + parallel.ranks_per_replica) if rank in guilty]
-                replica.send(Recover(generation.epoch, lost, generation.num_blocks, store))
+                start = group.starter.message(index, generation.epoch, generation.num_blocks)
+                replica.send(Recover(start, lost_ranks[index]))
+                if lost_ranks[index]:
+                    generation.lost.add(index)
         generation.begin_to_load()
 
     def _find_hung(self) -> Finding | None:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import msgspec
-
 from moeserve.engine.base import new_replica, ready_of
 from moeserve.engine.driver import Driver, StepTimeoutError
 from moeserve.engine.protocol import Recover, ReplicaFaulted, ToReplica
@@ -31,10 +29,10 @@ HEARTBEAT_S = 1.0
 def run(parent: Parent) -> None:
     """Serve one replica on this host until all replicas have agreed to shut down.
 
-    With on_failure="recover", ranks that have failed are replaced when the user's process orders it.
+    With on_failure="recover" or "shrink", ranks that have failed are replaced when the user's process orders it.
     """
     first_rank = parent.config(RankStart)
-    progress_records.attach(parent.records_fd, first_rank.config.parallel.num_ranks + first_rank.dp_index)
+    progress_records.attach(parent.records_fd, first_rank.record_of_engine)
 
     def start(first: RankStart, number: int) -> WatchedProcess[Any]:
         return start_rank(first, number, parent.records_fd)
@@ -75,14 +73,12 @@ def serve_epochs(
         except RecoveryOrdered as ordered:
             order = ordered.order
         except DistributedError as error:
-            recovers = has_loaded and first_rank.config.failure.on_failure == "recover"
-            if not recovers or isinstance(error, StepTimeoutError):
+            if not (has_loaded and first_rank.config.recovers_in_place) or isinstance(error, StepTimeoutError):
                 raise
-            channel.send(ReplicaFaulted(first_rank.epoch, _reports(ranks, error, name)))
+            reports = _reports(ranks, error, name)
+            channel.send(ReplicaFaulted(first_rank.epoch, reports, any(rank.has_ended for rank in ranks)))
             order = _next_order(channel)
-        first_rank = msgspec.structs.replace(
-            first_rank, epoch=order.epoch, num_blocks=order.num_blocks, store=order.store, show_progress=False
-        )
+        first_rank = order.start
         # A rank that has not loaded fails because the store where it was to meet the others is closed.
         numbers = enumerate(first_rank.numbers_of_replica)
         joining |= {index for index, number in numbers if ranks[index].has_ended or number in order.lost}
@@ -126,7 +122,7 @@ def _replace(
         if index in lost:
             ranks[index] = start(first, number)
         else:
-            ranks[index].channel.send(Rejoin(first.epoch, first.store))
+            ranks[index].channel.send(Rejoin(first.of_rank(number)))
 
 
 def serve(channel: Channel[ToReplica], start: RankStart, executor: Executor) -> None:

@@ -7,8 +7,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from moeserve.config.engine_config import EngineConfig
+from moeserve.controls import WeightState
 from moeserve.engine.generation import Generation
-from moeserve.errors import MoeserveError, ScaleError
+from moeserve.errors import EngineError, MoeserveError, ScaleError, ScalingInProgressError, SettingsError
+from moeserve.interrupts import interrupts_allowed
 
 logger = logging.getLogger(__name__)
 
@@ -128,3 +131,49 @@ class Scaling:
 
 def run_in_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="scaling", daemon=True).start()
+
+
+def try_in_place(start: Callable[[], None], start_again: Callable[[str], None], num_before: int) -> Future[None]:
+    """Start another number of replicas after the old ones have ended. Return the future of `Engine.scale`, done.
+
+    Args:
+        start_again: starts the old number of replicas after a failure, whose message it gets.
+        num_before: the old number.
+    """
+    done: Future[None] = Future()
+    try:
+        with interrupts_allowed():
+            start()
+        done.set_result(None)
+    except (EngineError, ValueError, OSError) as error:
+        refusal = ScaleError(f"the number of replicas stays {num_before}: {error}")
+        refusal.__cause__ = error
+        start_again(str(refusal))
+        done.set_exception(refusal)
+    return done
+
+
+def require_one_change(data_parallel_size: int, *, is_scaling: bool) -> None:
+    """Raise ScalingInProgressError if the number of replicas is being changed."""
+    if is_scaling:
+        raise ScalingInProgressError(
+            f"the number of replicas is being changed already, so it cannot be changed to {data_parallel_size}; "
+            "try again when that is over"
+        )
+
+
+def require_equal_weights(weights: WeightState) -> None:
+    """Raise ScaleError if new replicas would not have the weights of those that serve."""
+    if weights != WeightState():
+        raise ScaleError(
+            "new replicas would load the checkpoint, and the weights are others by now; call reload_weights first"
+        )
+
+
+def require_two_generations(config: EngineConfig) -> None:
+    """Raise SettingsError if old and new replicas cannot run at once."""
+    if ":" in (config.store.kv_transfer_address or ""):
+        raise SettingsError(
+            f"kv_transfer_address={config.store.kv_transfer_address!r} names a port, on which old and new replicas "
+            "would have to listen at once; start the engine with an address without a port"
+        )

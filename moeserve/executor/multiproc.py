@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
 from moeserve.errors import DistributedError
@@ -21,7 +19,7 @@ from moeserve.processes.local import start_process
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, register, wait_for_messages
 from moeserve.protocol import Transfer, TransferResult
 from moeserve.scheduling.lockstep import Round, RoundResult, gathered
-from moeserve.worker.protocol import Faulted, FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
+from moeserve.worker.protocol import Faulted, FromRank, Leave, Loaded, RankStart, sampling_rank
 
 
 def start_rank(first: RankStart, rank: int, records_fd: int | None) -> WatchedProcess[Any]:
@@ -31,13 +29,13 @@ def start_rank(first: RankStart, rank: int, records_fd: int | None) -> WatchedPr
         first: the start message of the replica's first rank.
         records_fd: the file of the ranks' progress records.
     """
-    config = first.config
+    start = first.of_rank(rank)
     return start_process(
         "moeserve.worker.rank_process:run",
-        rank_name(config, rank),
-        msgspec.structs.replace(first, rank=rank, show_progress=first.show_progress and rank == first.rank),
+        start.name,
+        start,
         FromRank,
-        environment=environment_of_rank(config, usable_cores()),
+        environment=environment_of_rank(first.config, usable_cores()),
         records_fd=records_fd,
     )
 

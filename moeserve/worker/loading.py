@@ -1,4 +1,4 @@
-"""Loading of one rank's part of a model, from a checkpoint or from the packed weight cache."""
+"""Loading of one rank's part of a model, whose weights come from one of several sources."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.config.environment import cache_folder
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
@@ -27,22 +26,21 @@ from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import free_memory, resource_limits, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint.file_hashes import FileHashes, hash_files, require_same
-from moeserve.models.checkpoint.loading import fill_randomly, keep_int4, load_weights
 from moeserve.models.checkpoint.names import translated
-from moeserve.models.checkpoint.packed_cache import PackedWeightCache, fingerprint, hash_key, sampled_digest
-from moeserve.models.checkpoint.packed_cache_writer import CacheChecker, CacheWriter, wait_for_cache_writers
-from moeserve.models.checkpoint.packing import PACKED_STATE_VERSION, Packer, adopt_state, fill_panels, packed_state
+from moeserve.models.checkpoint.packed_cache import hash_key, sampled_digest
+from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint
-from moeserve.models.checkpoint.stored_codes import keep_stored
 from moeserve.models.decoder import Decoder
 from moeserve.models.rank_model import RankModel
 from moeserve.models.summary import LoadingMemory, loading_memory
-from moeserve.models.weight_mapping import destinations
 from moeserve.models.weight_update import WeightUpdates
 from moeserve.ops.backend import Backend
-from moeserve.ops.products.cpu import CpuExpertStore
 from moeserve.ops.select import select_backend
 from moeserve.worker.room import require_room
+from moeserve.worker.weight_sources.checkpoint_tensors import CheckpointTensors, choose_packing
+from moeserve.worker.weight_sources.packed_entry import PackedEntry, packed_cache_of
+from moeserve.worker.weight_sources.random_weights import RandomWeights
+from moeserve.worker.weight_sources.source import LoadedModel, WeightSource, WeightTarget, load_from
 
 if TYPE_CHECKING:
     from moeserve.models.expert_store.budget import Budget
@@ -51,27 +49,19 @@ logger = logging.getLogger(__name__)
 
 STORED_ITEMS_VERSION = 5  # version of the format of KV cache items in folders
 
-MIN_CACHED_BYTES = 64 * 2**20  # smaller weights of a rank are loaded about as fast from the checkpoint
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model with its weights."""
-
-    model: RankModel
-    mapped_bytes: int = 0  # size of weights that are mapped from a file
-    checker: CacheChecker | None = None  # of these weights
-    expert_store: CpuExpertStore | None = None  # None: all experts are in memory
-    file_hashes: FileHashes = ()  # of the checkpoint's files; empty for random weights
-    updates: WeightUpdates | None = None  # None: no trainer may update the weights
-
 
 def load_model(
-    config: EngineConfig, groups: Groups, *, show_progress: bool, replaces_another: bool = False
+    config: EngineConfig,
+    groups: Groups,
+    *,
+    show_progress: bool,
+    replaces_another: bool = False,
+    before: WeightTarget | None = None,
 ) -> LoadedModel:
     """Return this rank's part of a checkpoint's model, with its weights. Collective: all ranks.
 
     Args:
+        before: the model with which this rank has served in a layout with more replicas, if it has.
         replaces_another: this rank replaces one that has ended, while the others keep their weights. Memory is not
             checked, because what they hold is not free.
 
@@ -83,7 +73,7 @@ def load_model(
     if config.schedule.num_mtp_drafts:
         description = description.with_draft_layers(config.schedule.num_mtp_drafts)
     device = torch.device(config.compute.device)
-    placements = _place_experts(config, description, groups)
+    placements = place_experts(config, description, groups.ep.world_size, groups.ep.node_of_rank)
     dtype = getattr(torch, weights.dtype)
     context = BuildContext(
         _select_backend(config, device),
@@ -105,23 +95,46 @@ def load_model(
         require_room(config, foreign.cache_needs, free_bytes(config))
         return LoadedModel(foreign, file_hashes=found)
     stage = config.parallel.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
-    model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
-    checkpoint = None if weights.load_format == "dummy" else _open_checkpoint(config, description)
+    model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage).eval()
+    is_random = weights.load_format == "dummy"
+    checkpoint = (
+        Checkpoint(Path(weights.model_path), {}, None, 0) if is_random else _open_checkpoint(config, description)
+    )
+    target = WeightTarget(config, description, placements, model, checkpoint, show_progress)
     file_hashes: FileHashes = ()
-    if checkpoint is not None:
+    if not is_random:
         file_hashes = _hash_files(config, (tensor.shard for tensor in checkpoint.tensors.values()))
-        _choose_packing(config, description, checkpoint, model)
+        choose_packing(target)
     memory, budget = _check_memory(config, model, replaces_another=replaces_another)
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
-    if checkpoint is None:
-        packer = Packer(model)
-        fill_randomly(model, weights.seed)
-        packer.finish()
-        return LoadedModel(model.eval(), updates=_updates(config, description, placements, None, model))
-    loaded = _load(config, description, checkpoint, model, placements, memory.kept, budget, show_progress=show_progress)
-    updates = _updates(config, description, placements, checkpoint, model)
-    return replace(loaded, file_hashes=file_hashes, updates=updates)
+    loaded = load_from(_sources(config, memory.kept, budget, before), target)
+    return replace(loaded, target=target, file_hashes=file_hashes, updates=_updates(target))
+
+
+def _sources(
+    config: EngineConfig, num_bytes: int, budget: Budget | None, before: WeightTarget | None
+) -> list[WeightSource]:
+    """Return the sources of a rank's weights, the cheapest first.
+
+    Args:
+        num_bytes: of the weights in memory.
+        budget: of experts that are on disk, if there are any.
+    """
+    if config.weights.load_format == "dummy":
+        return [RandomWeights()]
+    if budget is not None:
+        from moeserve.worker.weight_sources.stored_experts import StoredExperts
+
+        return [StoredExperts(budget)]
+    cache = packed_cache_of(config, num_bytes)
+    if before is not None:
+        from moeserve.worker.weight_sources.kept_weights import KeptWeights
+        from moeserve.worker.weight_sources.lost_experts import CheckpointExperts, PackedExperts
+
+        packed = [] if cache is None else [PackedExperts(cache)]
+        return [KeptWeights(before, [*packed, CheckpointExperts()])]
+    return [CheckpointTensors()] if cache is None else [PackedEntry(cache), CheckpointTensors(cache)]
 
 
 def _host_context(config: EngineConfig, groups: Groups) -> BuildContext:
@@ -130,17 +143,11 @@ def _host_context(config: EngineConfig, groups: Groups) -> BuildContext:
     return BuildContext(select_backend(host, dtype), groups, dtype, host, quantization=config.weights.quantization)
 
 
-def _updates(
-    config: EngineConfig,
-    description: registry.Description,
-    placements: tuple[Placement, ...],
-    checkpoint: Checkpoint | None,
-    model: Decoder,
-) -> WeightUpdates | None:
-    if not config.weights.rl:
+def _updates(target: WeightTarget) -> WeightUpdates | None:
+    if not target.config.weights.rl:
         return None
-    stored = {} if checkpoint is None else checkpoint.shapes
-    return WeightUpdates(model, description, placements, stored, model.groups.world.all_gather_bytes)
+    model, stored = target.model, target.checkpoint.shapes
+    return WeightUpdates(model, target.description, target.placements, stored, model.groups.world.all_gather_bytes)
 
 
 def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
@@ -187,69 +194,6 @@ def _check_memory(
     return memory, budget
 
 
-def _load(
-    config: EngineConfig,
-    description: registry.Description,
-    checkpoint: Checkpoint,
-    model: Decoder,
-    placements: Sequence[Placement],
-    num_bytes: int,
-    budget: Budget | None,
-    *,
-    show_progress: bool,
-) -> LoadedModel:
-    """Load a model's weights, of `num_bytes`, or of more if there is a budget for its experts."""
-    weights = config.weights
-
-    def fill(packer: Packer) -> None:
-        load_weights(
-            checkpoint,
-            destinations(model, description.family.norm_offset, checkpoint.shapes),
-            on_filled=packer.on_filled,
-            ignore_unused=weights.ignore_unused_weights,
-            show_progress=show_progress,
-        )
-        packer.finish()
-
-    if budget is not None:
-        from moeserve.models.expert_store.loading import load_with_store
-
-        folder = cache_folder() / "experts" if weights.expert_store is None else Path(weights.expert_store)
-        path = folder / f"{_cache_key(config, model, placements, checkpoint)}.safetensors"
-        store = load_with_store(model, budget, path, fill, says=model.groups.rank == 0)
-        return LoadedModel(model.eval(), expert_store=store)
-    cache = PackedWeightCache(cache_folder() / "packed", weights.packed_cache)
-    # Rebalancing and trainers write to the weights, which must not be mapped from the cache or be in use by its writer.
-    are_written = weights.rl or config.experts.rebalance != "off"
-    has_cache = weights.packed_cache > 0 and config.compute.device == "cpu" and not are_written
-    is_cached = has_cache and num_bytes >= MIN_CACHED_BYTES
-    key = _cache_key(config, model, placements, checkpoint) if is_cached else ""
-    if is_cached and (entry := cache.load(key)) is not None:
-        if adopt_state(model, entry.tensors):
-            checker = CacheChecker(model, cache, key, entry)
-            checker.start()
-            mapped_bytes = sum(tensor.nbytes for tensor in entry.tensors.values())
-            return LoadedModel(model.eval(), mapped_bytes, checker=checker)
-        cache.remove(key)
-    fill(Packer(model))
-    if is_cached:
-        CacheWriter(model, cache, key, packed_state(model)).start()
-    return LoadedModel(model.eval())
-
-
-def _choose_packing(
-    config: EngineConfig, description: registry.Description, checkpoint: Checkpoint, model: Decoder
-) -> None:
-    """Prepare the weights of a model without memory for the form in which the checkpoint's tensors will be packed."""
-    weights = config.weights
-    places = destinations(model, description.family.norm_offset, checkpoint.shapes)
-    if description.keeps_stored(weights.dtype, weights.quantization):
-        keep_stored(checkpoint, places.into)
-    if weights.quantization == "int4" and description.weight_format.is_int4:
-        keep_int4(checkpoint, places)
-    fill_panels(place for each in places.into.values() for place in each)
-
-
 def _open_checkpoint(config: EngineConfig, description: registry.Description) -> Checkpoint:
     """Open the checkpoint with the tensors' names that all families share."""
     weight_format = description.weight_format
@@ -259,16 +203,18 @@ def _open_checkpoint(config: EngineConfig, description: registry.Description) ->
     return translated(checkpoint, description.family, description.model.num_decoder_layers)
 
 
-def _place_experts(config: EngineConfig, description: registry.Description, groups: Groups) -> tuple[Placement, ...]:
-    """Return the placement of experts in each layer that has them."""
-    model, num_ranks = description.model, groups.ep.world_size
+def place_experts(
+    config: EngineConfig, description: registry.Description, num_ranks: int, node_of_rank: Sequence[int]
+) -> tuple[Placement, ...]:
+    """Return the placement of experts, in each layer that has them, on the ranks of a pipeline stage."""
+    model = description.model
     if not config.experts.expert_parallel:
         return model.slice_experts(num_ranks)
     return tuple(map(Placement.from_json, config.experts.placements)) or model.place_experts(
         num_ranks,
         loads=config.experts.expert_loads,
         num_redundant=config.experts.num_redundant_experts,
-        node_of_rank=groups.ep.node_of_rank,
+        node_of_rank=node_of_rank,
     )
 
 
@@ -325,22 +271,6 @@ def _too_large(config: EngineConfig, memory: LoadingMemory, free: int, what: str
         "Use a machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, "
         "fp8 on GPUs); on a CPU, expert_memory='auto' reads experts that do not fit from disk; `moeserve "
         "inspect` lists the sizes of its parts"
-    )
-
-
-def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placement], checkpoint: Checkpoint) -> str:
-    """Return the cache key of this rank's weights, packed for this machine."""
-    files = {Path(config.weights.model_path) / "config.json", *(tensor.shard for tensor in checkpoint.tensors.values())}
-    groups = model.groups
-    return hash_key(
-        PACKED_STATE_VERSION,
-        fingerprint(files),
-        config.weights.hf_overrides,
-        config.weights.dtype,
-        config.weights.quantization,
-        model.context.backend.instruction_set,
-        [groups.mesh.tp, groups.mesh.dp, groups.rank, model.stage.start, model.stage.stop],
-        [(placement.logical_of_slot[groups.ep.rank_in_group], placement.num_slices) for placement in placements],
     )
 
 

@@ -25,6 +25,28 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     show_progress: bool = False  # show the progress of loading on a terminal
     epoch: int = 0  # number of recoveries before
     num_blocks: int | None = None  # KV cache blocks of each rank; None: as many as there is room for
+    # The index of the rank's replica when the engine started. It names processes, which keep their names when replicas
+    # are left out and the others are counted anew. None: it is the index in the config.
+    seat: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the rank's process in messages."""
+        if self.seat is None or self.seat == self.dp_index:
+            return rank_name(self.config, self.rank)
+        num_own = self.config.parallel.ranks_per_replica
+        at_start = self.config.changed(parallel={"data_parallel_size": self.seat + 1})
+        return rank_name(at_start, self.seat * num_own + self.rank % num_own)
+
+    @property
+    def record(self) -> int:
+        """The index of the rank's progress record, which comes after that of its replica's engine."""
+        return self.record_of_engine + 1 + self.rank % self.config.parallel.ranks_per_replica
+
+    @property
+    def record_of_engine(self) -> int:
+        seat = self.dp_index if self.seat is None else self.seat
+        return seat * (1 + self.config.parallel.ranks_per_replica)
 
     @property
     def dp_index(self) -> int:
@@ -34,6 +56,10 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     def numbers_of_replica(self) -> range:
         """The ranks of the replica whose first rank this is."""
         return range(self.rank, self.rank + self.config.parallel.ranks_per_replica)
+
+    def of_rank(self, rank: int) -> RankStart:
+        """Return the start message of another rank of the replica whose first rank this is."""
+        return msgspec.structs.replace(self, rank=rank, show_progress=self.show_progress and rank == self.rank)
 
     @property
     def samples(self) -> bool:
@@ -53,8 +79,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
     """Command to drop all connections and requests, and to connect again with the ranks of another epoch."""
 
-    epoch: int
-    store: StoreAddress
+    start: RankStart  # with which a new process would take this rank's place
 
 
 ToRank: TypeAlias = Round | Transfer | Leave | Rejoin

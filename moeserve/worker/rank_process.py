@@ -34,7 +34,7 @@ SECONDS_BETWEEN_LOOKS = 2e-4  # interval between checks if a GPU has finished th
 def run(parent: Parent) -> None:
     """Execute the rounds that the engine process sends, until it sends `Leave`."""
     start = parent.config(RankStart)
-    progress_records.attach(parent.records_fd, start.rank)
+    progress_records.attach(parent.records_fd, start.record)
     progress_records.begin_epoch(start.epoch)
     channel = parent.channel(ToRank)
     groups = join(start)
@@ -54,7 +54,6 @@ class RankLoop:
 
     def run(self) -> None:
         """Handle messages until `Leave`."""
-        transfers = self._worker.start_transfers(self._channel.send)
         self._begin()
         while True:
             for message in self._channel.receive(None if self._running is None else 0.0):
@@ -62,19 +61,20 @@ class RankLoop:
                     self._finish()
                     return
                 if isinstance(message, Rejoin):
-                    self._rejoin(message)
+                    self._rejoin(message.start)
                 elif self._is_out_of_step:
                     continue
                 elif isinstance(message, Round):
                     self._run_round(message)
                 else:
-                    transfers.submit(message)
+                    self._transfers.submit(message)
             if self._running is not None:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
                 self._finish_if_done()
 
     def _begin(self) -> None:
         self._is_out_of_step = False
+        self._transfers = self._worker.start_transfers(self._channel.send)
         self._channel.send(msgspec.structs.replace(self._worker.facts, epoch=self._epoch))
         self._worker.runner.step_runner.on_layers = self._finish_if_done  # called before the long part of a step
         set_phase(Phase.IDLE)
@@ -91,7 +91,7 @@ class RankLoop:
                 self._finish()
                 self._worker.close()  # collective: all ranks
         except DistributedError as error:
-            if self._start.config.failure.on_failure != "recover":
+            if not self._start.config.recovers_in_place:
                 raise
             self._leave(error)
         set_phase(Phase.IDLE)
@@ -106,10 +106,11 @@ class RankLoop:
         if self._running is not None and self._running.is_done:
             self._finish()
 
-    def _rejoin(self, message: Rejoin) -> None:
-        self._epoch = message.epoch
+    def _rejoin(self, start: RankStart) -> None:
+        self._epoch = start.epoch
         try:
-            rejoin(self._worker, msgspec.structs.replace(self._start, epoch=message.epoch, store=message.store))
+            self._worker = rejoin(self._worker, start)
+            self._start = start
         except (RuntimeError, OSError) as error:  # another rank has failed, or this recovery was given up
             self._leave(DistributedError(str(error)))
         else:
@@ -122,14 +123,22 @@ class RankLoop:
         self._worker.groups.leave(str(error))  # others that wait for this rank fail at once
 
 
-def rejoin(worker: Worker, start: RankStart) -> None:
-    """Drop all connections and requests of a worker, and connect it in another epoch. Collective: all ranks."""
+def rejoin(worker: Worker, start: RankStart) -> Worker:
+    """Drop all connections and requests of a worker, and connect it in another epoch. Collective: all ranks.
+
+    Returns:
+        The worker, or if there are fewer replicas another one with its weights and caches.
+    """
     set_phase(Phase.LOADING)
     progress_records.begin_epoch(start.epoch)
     worker.groups.leave("this rank connects again, because another one was replaced")
     groups = connected(start)
     try:
+        if groups.mesh != worker.groups.mesh:
+            worker.drop_steps()
+            return Worker(start.config, groups, show_progress=False, num_blocks=start.num_blocks, before=worker)
         worker.rejoin(groups)
+        return worker
     except BaseException:
         groups.leave("this rank could not connect again")
         raise
@@ -159,7 +168,7 @@ def connected(start: RankStart) -> Groups:
             scope,
             seconds_to_meet=SECONDS_TO_MEET,
             # A failure that is recovered from needs no complete report.
-            seconds_for_reports=0.0 if failure.on_failure == "recover" else WAIT_FOR_REPORTS_S,
+            seconds_for_reports=0.0 if start.config.recovers_in_place else WAIT_FOR_REPORTS_S,
         ),
         check_order=failure.debug_collectives,
         device=take_device(start.config, start.rank),

@@ -34,10 +34,7 @@ from moeserve.layers.moe.dispatch.factory import DispatcherFactory
 from moeserve.layers.moe.placement.load import LoadMeter
 from moeserve.layers.moe.placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
-from moeserve.models.model_config import ModelSpec
 from moeserve.models.rank_model import RankModel
-from moeserve.ops.backend import Backend
-from moeserve.ops.native import missing_kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.processes.progress_records import Phase, in_phase
 from moeserve.protocol import ChunkResult, RankReport, StepPlan, StepResult, TransferResult
@@ -47,8 +44,9 @@ from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.drafting import drafter_of
 from moeserve.worker.grammars import grammars_of
-from moeserve.worker.loading import LoadedModel, cache_share, load_model, store_key
+from moeserve.worker.loading import cache_share, load_model, store_key
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.notes import note_on_bytes
 from moeserve.worker.overlap import OverlapLimits
 from moeserve.worker.pending_step import PendingStep
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
@@ -60,6 +58,7 @@ from moeserve.worker.route_buffer import route_buffer_of
 from moeserve.worker.sleeping import free_caches
 from moeserve.worker.step_runner import EagerSteps, StepRunnerFactory
 from moeserve.worker.thread_count import ThreadCount
+from moeserve.worker.weight_sources.source import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -89,20 +88,36 @@ class PendingRound:
 class Worker:
     """The worker of a rank, which holds a part of a model. All ranks have the same number of KV cache blocks."""
 
+    _loaded: LoadedModel
+    _caches: list[Any]  # of each block of the model
+    runner: ModelRunner
+
     @torch.inference_mode()
     def __init__(
-        self, config: EngineConfig, groups: Groups, *, show_progress: bool, num_blocks: int | None = None
+        self,
+        config: EngineConfig,
+        groups: Groups,
+        *,
+        show_progress: bool,
+        num_blocks: int | None = None,
+        before: Worker | None = None,
     ) -> None:
         """Load and prepare everything. Collective: all ranks, of which some may call `rejoin` instead.
 
         Args:
             num_blocks: KV cache blocks of each rank; None: as many as there is room for on all ranks.
+            before: the worker of this rank in a layout with more replicas, whose weights and caches this one takes.
         """
         self.config, self.groups = config, groups
         self._threads = ThreadCount(config.compute.num_threads)
         started = time.monotonic()
-        loaded = load_model(config, groups, show_progress=show_progress, replaces_another=num_blocks is not None)
-        self._loaded = loaded
+        loaded = self._loaded = load_model(
+            config,
+            groups,
+            show_progress=show_progress,
+            replaces_another=num_blocks is not None,
+            before=None if before is None else before._loaded.target,
+        )
         model, layers = loaded.model, loaded.model.moe_layers
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.weights.model_path, time.monotonic() - started)
@@ -127,7 +142,7 @@ class Worker:
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
         )
-        self._caches = self._make_caches(config, model)
+        self._caches = self._make_caches(config, model) if before is None else before._caches
         items = CachedItems(model.cache_items, self._caches, saved_rows_of(config))
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
@@ -175,6 +190,11 @@ class Worker:
         self._num_rounds = 0
         self._previous: PendingRound | None = None
         self._finished_s = 0.0  # when the last step was finished
+
+    def drop_steps(self) -> None:
+        """Release what runs steps, because another worker will take the weights and caches. This one runs no more."""
+        del self.runner
+        self._previous = None
 
     def _count_blocks(
         self, config: EngineConfig, loaded: LoadedModel, context: RankContext, reserved_bytes: int
@@ -473,28 +493,3 @@ def select_step_runner(
 def saved_rows_of(config: EngineConfig) -> range:
     """Return the rows of saved states, which come after those of running requests."""
     return range(config.schedule.max_num_seqs, config.schedule.max_num_seqs + (config.cache.num_saved_states or 0))
-
-
-def note_on_bytes(config: EngineConfig, model: ModelSpec, backend: Backend) -> str | None:
-    """Return on what the bytes of a request's results depend, or None if on the request alone.
-
-    Without C++ kernels on a CPU, the note also says how to get them.
-    """
-    reason = None
-    if config.compute.device != "cpu" and not config.compute.batch_invariant:
-        reason = f"device={config.compute.device!r}"
-    elif config.weights.dtype == "float16" and config.compute.device == "cpu":
-        reason = "dtype='float16', in which the C++ kernels do not compute"
-    elif not backend.is_batch_invariant:
-        what = f"torch computes alone, 3 to 5 times slower than moeserve's C++ kernels, which {missing_kernels()}"
-        return f"{what}; also, the last bits of a request's results may depend on what runs beside it and on the layout"
-    if reason is not None:
-        return f"the last bits of a request's results may depend on what runs beside it and on the layout: {reason}"
-    size = config.parallel.tensor_parallel_size
-    if model.keeps_bytes(size):
-        return None
-    alike = ", ".join(str(other) for other in model.tensor_parallel_sizes if model.keeps_bytes(other))
-    return (
-        f"the last bits of results with tensor_parallel_size={size} differ from those of one rank; they are the same "
-        f"with {alike}"
-    )

@@ -20,7 +20,7 @@ from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 from moeserve.models.checkpoint.packing import packed_state, weights_of
 from moeserve.models.inspection import as_text, inspect
-from moeserve.worker import loading
+from moeserve.worker.weight_sources import checkpoint_tensors, packed_entry
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 # Widths of whole groups of 32 inputs. Some begin or end inside of a block, also those of ranks.
@@ -118,13 +118,13 @@ def test_a_start_from_packed_weights_has_the_same_bytes(
 ) -> None:
     prompts = pair.original.prompts(9)
     expected = outputs(pair.encoded, prompts)
-    monkeypatch.setattr(loading, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(packed_entry, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 0.0)
     with LLM(pair.encoded, dtype="bfloat16"):
         wait_for_cache_writers()
     (file,) = (cache / "packed").glob("*.safetensors")
     assert file.stat().st_size < (pair.decoded / "model.safetensors").stat().st_size
-    monkeypatch.setattr(loading, "load_weights", None)
+    monkeypatch.setattr(checkpoint_tensors, "load_weights", None)
     assert outputs(pair.encoded, prompts, packed_cache="8GiB") == expected
 
 

@@ -22,7 +22,7 @@ from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 from moeserve.models.checkpoint.packing import weights_of
 from moeserve.models.inspection import as_text, inspect
-from moeserve.worker import loading
+from moeserve.worker.weight_sources import checkpoint_tensors, packed_entry
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 # Heads of 64 values in 4 chunks of one head each, and experts of 768 inputs in two chunks, which cut a block
@@ -140,12 +140,12 @@ def test_mixed_types(
     assert num_bytes - embedding < 1.06 * path.stat().st_size  # panels have 4.63 to 4.75 bits of 4.5
     assert outputs(path, prompts, tensor_parallel_size=2) == expected
     assert "some weights do not stay" not in caplog.text
-    monkeypatch.setattr(loading, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(packed_entry, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 0.0)
     for is_packed in (False, True):
         if is_packed:
             assert len(list((cache / "packed").glob("*.safetensors"))) == 1
-            monkeypatch.setattr(loading, "load_weights", None)
+            monkeypatch.setattr(checkpoint_tensors, "load_weights", None)
         with LLM(path, dtype="bfloat16") as llm:
             results = [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in llm.generate(prompts, GREEDY)]
             assert results == expected

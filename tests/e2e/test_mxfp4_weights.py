@@ -33,7 +33,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import as_text, inspect
 from moeserve.models.weight_mapping import destinations
 from moeserve.ops.products.interface import PackedWeights
-from moeserve.worker import loading
+from moeserve.worker.weight_sources import checkpoint_tensors, packed_entry
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 
@@ -145,7 +145,7 @@ def test_ranks_and_starts_give_the_same_bytes(
 ) -> None:
     """One rank, two that share the experts, and a start from the packed weight cache."""
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loading, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(packed_entry, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 0.0)
     prompts = checkpoints.original.prompts(1, 9, 40)
 
@@ -158,7 +158,7 @@ def test_ranks_and_starts_give_the_same_bytes(
     first = outputs()
     assert "dequantised" not in caplog.text
     assert len(list((tmp_path / "cache" / "packed").glob("*.safetensors"))) == 1
-    monkeypatch.setattr(loading, "load_weights", None)
+    monkeypatch.setattr(checkpoint_tensors, "load_weights", None)
     assert outputs() == first
     monkeypatch.undo()
     assert outputs(tensor_parallel_size=2, packed_cache=0) == first

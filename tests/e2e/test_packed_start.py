@@ -21,7 +21,7 @@ from moeserve import LLM, SamplingParams
 from moeserve.errors import EngineError
 from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.checkpoint.packed_cache_writer import CacheWriter, wait_for_cache_writers
-from moeserve.worker import loading
+from moeserve.worker.weight_sources import packed_entry
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loading, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(packed_entry, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 0.0)
     return tmp_path / "cache" / "packed"
 
@@ -174,8 +174,8 @@ ONE_SHOT = """
 import sys
 from moeserve import LLM, SamplingParams
 from moeserve.models.checkpoint import packed_cache_writer
-from moeserve.worker import loading
-loading.MIN_CACHED_BYTES = 0
+from moeserve.worker.weight_sources import packed_entry
+packed_entry.MIN_CACHED_BYTES = 0
 packed_cache_writer.DELAY_SECONDS = 600.0
 llm = LLM(sys.argv[1], num_threads=1)
 llm.generate([[3, 1, 4]], SamplingParams(max_tokens=2))

@@ -35,7 +35,7 @@ from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.weight_update import CHUNK_PREFIX, SHARED_MEMORY
 from moeserve.outputs import CompletionOutput, WeightSpan
 from moeserve.rl import WeightSender
-from moeserve.worker import loading
+from moeserve.worker.weight_sources import packed_entry
 
 SETTINGS: dict[str, Any] = dict(max_model_len=64, kv_cache_memory="8MiB", num_threads=1, show_progress=False)
 PROMPTS = [[5, 7], [*range(1, 40)], [3, 1, 4, 1, 5, 9]]
@@ -353,7 +353,7 @@ def test_updated_weights_neither_come_from_nor_go_to_the_packed_cache(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
-    monkeypatch.setattr(loading, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(packed_entry, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 0.0)
     with LLM(str(trained.old), rl=True, **SETTINGS) as llm:
         WeightSender(llm).send(trained.tensors)

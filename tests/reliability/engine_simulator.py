@@ -27,7 +27,7 @@ import contextlib
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -267,14 +267,19 @@ class _Starter:
         self._store = StoreAddress(key="")
         self._open()
 
-    def new_store(self) -> StoreAddress:
+    def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:
         self._simulation.ranks[self._store.key].is_left = True
+        self._config = config
         self._open()
-        return self._store
+
+    def message(self, replica: int, epoch: int, num_blocks: int | None) -> RankStart:
+        return RankStart(config=self._config, rank=replica, store=self._store, epoch=epoch, num_blocks=num_blocks)
+
+    def watch(self) -> None:
+        return None
 
     def start(self, replica: int, epoch: int = 0, num_blocks: int | None = None) -> WatchedProcess[Any]:
-        simulation = self._simulation
-        start = RankStart(config=self._config, rank=replica, store=self._store, epoch=epoch, num_blocks=num_blocks)
+        simulation, start = self._simulation, self.message(replica, epoch, num_blocks)
         engine = simulation.new_process(f"engine of replica {replica}", functools.partial(simulation.run_engine, start))
         simulation.engines[replica : replica + 1] = [engine]
         return simulation.watched(engine, FromReplica)
@@ -302,7 +307,7 @@ class _Rank:
                     return
                 if isinstance(message, Rejoin):
                     self._ranks.is_left = True
-                    self._trying(functools.partial(self._join, message.epoch, message.store))
+                    self._trying(functools.partial(self._join, message.start.epoch, message.start.store))
                 elif not self._is_out_of_step:
                     self._trying(functools.partial(self._execute, message))
 
@@ -310,7 +315,7 @@ class _Rank:
         try:
             act()
         except DistributedError as error:
-            if self._start.config.failure.on_failure != "recover":
+            if not self._start.config.recovers_in_place:
                 raise
             self._ranks.is_left = self._is_out_of_step = True
             self._channel.send(Faulted(self._epoch, report_of(error, self._process.name)))

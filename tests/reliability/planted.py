@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moeserve.errors import CheckpointError
 from moeserve.processes.progress_records import Phase, set_phase
 
 # Points at which a rank can fail: a function, by the module in which it is looked up.
 POINTS = {
-    "loading": ("moeserve.worker.loading", "load_weights"),
+    "loading": ("moeserve.worker.weight_sources.checkpoint_tensors", "load_weights"),
     "step": ("moeserve.worker.worker", "Worker.start"),  # a step was received
     "agreement": ("moeserve.worker.worker", "agree"),  # the ranks have exchanged rows
     "attention": ("moeserve.layers.grouped_query.attention", "Attention.forward"),
@@ -51,6 +52,10 @@ def divide() -> None:
     raise ZeroDivisionError("planted")
 
 
+def refuse() -> None:
+    raise CheckpointError("planted")
+
+
 def loop() -> None:
     while True:
         pass
@@ -69,7 +74,7 @@ def doze() -> None:
     time.sleep(2.0)
 
 
-FUNCTIONS = (kill, stop, divide, loop, loop_natively, loop_in_a_collective, doze)
+FUNCTIONS = (kill, stop, divide, refuse, loop, loop_natively, loop_in_a_collective, doze)
 ACTIONS: dict[str, Callable[[], None]] = {function.__name__: function for function in FUNCTIONS}
 
 

@@ -127,9 +127,10 @@ class ForgetsRequests(Engine):
 class ReplacesEveryReplica(Recovery):
     """No replica keeps its weights."""
 
-    def _replace(self, guilty: Sequence[int]) -> None:
+    def _begin(self, guilty: Sequence[int], *, leaves_out: bool) -> None:
         num_ranks = self._generation.config.parallel.num_ranks
-        super()._replace(range(num_ranks, num_ranks + len(self._generation.group.replicas)))
+        guilty = range(num_ranks, num_ranks + len(self._generation.group.replicas))
+        super()._begin(guilty, leaves_out=leaves_out)
 
 
 class LosesPieces(Channel[Any]):

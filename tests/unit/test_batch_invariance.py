@@ -26,7 +26,7 @@ from moeserve.ops.native import native_kernels
 from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.select import select_backend
 from moeserve.worker import worker
-from moeserve.worker.worker import note_on_bytes
+from moeserve.worker.notes import note_on_bytes
 
 
 def with_heads(model: ModelSpec, num_heads: int) -> ModelSpec:
