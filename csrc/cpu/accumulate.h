@@ -54,15 +54,19 @@ constexpr int vectors_at_once(int num_rows) {
   return num_rows * kAll > kMaxSums<Products::W> ? kFewVectors<Products::W> : kAll;
 }
 
-// Multiply `num_rows` <= kRows rows with the 32 outputs of a panel.
-template <typename Products, int kRows = Products::kMaxRows>
+// The maximum number of rows whose sums for the outputs of two panels fit in the registers.
+template <typename Products>
+constexpr int kMaxRowsOfBoth = Products::kMaxRows * kFewVectors<Products::W> / (2 * kPanelVectors<Products::W>);
+
+// Multiply `num_rows` <= kRows rows with the 32 outputs of a panel, or with the 64 of two.
+template <typename Products, int kNumPanels, int kRows>
 MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Block& block, Prefetch& prefetch,
                                    float* sums) {
   if constexpr (kRows > 1) {
-    if (num_rows < kRows) return multiply_tile<Products, kRows - 1>(rows, num_rows, block, prefetch, sums);
+    if (num_rows < kRows) return multiply_tile<Products, kNumPanels, kRows - 1>(rows, num_rows, block, prefetch, sums);
   }
-  constexpr int kAll = kPanel / Products::W;
-  constexpr int kVectors = vectors_at_once<Products>(kRows);
+  constexpr int kAll = kNumPanels * kPanelVectors<Products::W>;
+  constexpr int kVectors = kNumPanels == 2 ? kAll : vectors_at_once<Products>(kRows);
   if constexpr (Products::kIsBlock) {
     multiply_blocks<Products, kRows, 0, kVectors>(rows, block, prefetch, sums);
     if constexpr (kVectors < kAll) multiply_blocks<Products, kRows, kVectors, kVectors>(rows, block, prefetch, sums);
@@ -72,26 +76,28 @@ MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Blo
   }
 }
 
-// Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, partly prefetched.
+// Compute the sums of all rows, block by block. Few rows read both panels at once, because a core reads two streams of
+// memory faster than one; others read panel by panel.
 template <typename Products>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   const WeightFormat format = work.format;
   const PanelUnit unit = work.unit;
   const int num_tiles = (work.num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
   const QuantizedRowLayout layout = row_layout(format, unit, work.num_inputs, Products::kRowBytes == 8);
+  const bool has_both = work.num_rows <= kMaxRowsOfBoth<Products>;
   const bool is_at_once = num_tiles == 1 && vectors_at_once<Products>(work.num_rows) * Products::W == kPanel;
   const auto bytes_of = [&](int64_t num_inputs) { return num_inputs / unit.inputs * unit.bytes; };
   const int64_t ahead = is_at_once ? kPrefetchBytes : bytes_of(kBlockInputs);
   const int64_t num_bytes = bytes_of(work.num_inputs);
-  for (int p = 0; p < 2; ++p) {
+  for (int p = 0; p < (has_both ? 1 : 2); ++p) {
     const char* panel = work.panels[p];
-    const char* next_panel = p == 0 ? work.panels[1] : work.panels[0] + work.next_item;
+    const char* next_panel = p == 0 && !has_both ? work.panels[1] : work.panels[0] + work.next_item;
     for (int64_t first = 0; first < work.num_inputs; first += kBlockInputs) {
       const int64_t count = std::min<int64_t>(kBlockInputs, work.num_inputs - first);
       const int64_t num_groups = is_quantized(format) ? count / unit.inputs : 1;
       const int64_t begin = bytes_of(first);
-      const Block block{panel + begin, num_groups, count / num_groups / Products::kStepInputs,
-                        work.is_first && first == 0};
+      const Block block{panel + begin, work.panels[1] - work.panels[0], num_groups,
+                        count / num_groups / Products::kStepInputs, work.is_first && first == 0};
       const char* next = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
       Prefetch prefetch{next, next + bytes_of(count), is_at_once};
       const char* input = work.input + first / Products::kStepInputs * Products::kRowBytes;
@@ -102,7 +108,14 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
         const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
         const int64_t offset = row * work.input_bytes;
         const TileRows tile{input + offset, scales + offset, quarters + offset, group_sums + offset, work.input_bytes};
-        multiply_tile<Products>(tile, rows, block, prefetch, sums + row * kTileOutputs + p * kPanel);
+        if constexpr (kMaxRowsOfBoth<Products> > 0) {
+          if (has_both) {
+            multiply_tile<Products, 2, kMaxRowsOfBoth<Products>>(tile, rows, block, prefetch, sums);
+            break;
+          }
+        }
+        float* of_panel = sums + row * kTileOutputs + p * kPanel;
+        multiply_tile<Products, 1, Products::kMaxRows>(tile, rows, block, prefetch, of_panel);
         row += rows;
       }
     }

@@ -68,12 +68,13 @@ struct BlockWeights {
   }
 };
 
-// Multiply kRows rows with kVectors vectors of outputs from `kFirst` on.
+// Multiply kRows rows with kVectors vectors of outputs from `kFirst` on: those of one panel, or all of two.
 template <typename Products, int kRows, int kFirst, int kVectors>
 MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, Prefetch& prefetch, float* sums) {
   constexpr int W = Products::W;
   constexpr BlockLayout kLayout = Products::kLayout;
   constexpr int kScaleSteps = Products::kScaleSteps;
+  constexpr bool kHasBoth = kVectors > kPanelVectors<W>;
   using Int = typename Vector<W>::Int;
   const int groups = static_cast<int>(block.group_steps * Products::kStepInputs / kInputGroup);
   const char* next = prefetch.next;
@@ -84,7 +85,7 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
   for (int64_t index = 0; index < block.num_groups; ++index) {
     Int totals[kRows][kVectors] = {};
     for (int byte = 0; prefetch.is_fast && byte < kLayout.codes_at(groups); byte += 64, next += 64) {
-      prefetch_to_l2(next);
+      prefetch_line<kHasBoth>(next, block);
     }
     const char* scales = words + kLayout.scales_at(groups);
     for (int group = 0; group < groups; ++group) {
@@ -93,7 +94,10 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
       for (int first = 0; first < kInputGroup / 4; first += kScaleSteps) {
         decltype(Products::scales(scales)) scales_of[kVectors];
         MOESERVE_UNROLL
-        for (int v = 0; v < kVectors; ++v) scales_of[v] = Products::scales(scales + (kFirst + v) * W);
+        for (int v = 0; v < kVectors; ++v) {
+          const int vector = (kFirst + v) % kPanelVectors<W>;
+          scales_of[v] = Products::scales(panel_of<W>(scales, block, kFirst + v) + vector * W);
+        }
         scales += kPanel;
         MOESERVE_UNROLL
         for (int part = first; part < first + kScaleSteps; part += Products::kSumSteps) {
@@ -106,11 +110,12 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
           }
           MOESERVE_UNROLL
           for (int step = part; step < part + Products::kSumSteps; ++step) {
-            if (next < prefetch.end) prefetch_to_l2(next);
+            if (next < prefetch.end) prefetch_line<kHasBoth>(next, block);
             next += 64;
             MOESERVE_UNROLL
             for (int v = 0; v < kVectors; ++v) {
-              const auto weights = Products::weights(codes, step, kFirst + v);
+              const char* of_panel = panel_of<W>(codes, block, kFirst + v);
+              const auto weights = Products::weights(of_panel, step, (kFirst + v) % kPanelVectors<W>);
               MOESERVE_UNROLL
               for (int r = 0; r < kRows; ++r) {
                 Products::add(lanes[r][v], weights, broadcast_word<W>(row + r * rows.stride + 4 * step));
@@ -124,13 +129,17 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
           }
         }
       }
-      for (int line = 0; prefetch.is_fast && line < 2 * kLayout.high_bits; ++line, next += 64) prefetch_to_l2(next);
+      for (int line = 0; prefetch.is_fast && line < 2 * kLayout.high_bits; ++line, next += 64) {
+        prefetch_line<kHasBoth>(next, block);
+      }
       row += kInputGroup;
       quarters += 4 * sizeof(int16_t);
     }
     MOESERVE_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      const char* of_vector = words + (kFirst + v) * W * 2;
+      const char* of_panel = panel_of<W>(words, block, kFirst + v);
+      const int vector = (kFirst + v) % kPanelVectors<W>;
+      const char* of_vector = of_panel + vector * W * 2;
       const Float<W> scale = load_float16<W>(of_vector);
       const Float<W> minimum = kLayout.has_minima ? load_float16<W>(of_vector + 2 * kPanel) : Float<W>{};
       MOESERVE_UNROLL
@@ -143,7 +152,7 @@ MOESERVE_INLINE void multiply_blocks(const TileRows& rows, const Block& block, P
         if constexpr (kLayout.has_minima) {
           Int minima = {};
           for (int pair = 0; pair < (groups + 1) / 2; ++pair) {
-            const char* of_pair = words + kLayout.minima_at() + (pair * kPanel + (kFirst + v) * W) * 2;
+            const char* of_pair = of_panel + kLayout.minima_at() + (pair * kPanel + vector * W) * 2;
             minima += Products::dot_pairs(load_bytes_as_halves<W>(of_pair),
                                           broadcast_word<W>(row_sums + r * rows.stride + 4 * pair));
           }

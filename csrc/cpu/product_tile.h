@@ -24,10 +24,11 @@ constexpr int kMaxSums = W == 16 ? 24 : (W == 8 ? 12 : 20);
 template <int W>
 constexpr int kFewVectors = std::max(2, kPanel / W / 2);
 
-// A range of inputs of a panel.
+// A range of inputs of a panel, or of two panels.
 struct Block {
   const char* words;
-  int64_t num_groups;  // groups (or blocks) of inputs, whose sums are scaled together
+  int64_t second_panel;  // distance in bytes to the same inputs of the second panel
+  int64_t num_groups;    // groups (or blocks) of inputs, whose sums are scaled together
   int64_t group_steps;
   bool is_first;  // overwrite the sums instead of adding to them
 };
@@ -37,12 +38,29 @@ struct Block {
 MOESERVE_INLINE void prefetch_to_l2(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 // Memory to prefetch meanwhile, some cache lines in each step: as many as the step reads if all rows and outputs are
-// computed at once, otherwise one.
+// computed at once, otherwise one. A tile of two panels prefetches the same lines of both.
 struct Prefetch {
   const char* next;
   const char* end;
   bool is_fast;
 };
+
+// The vectors of outputs of a panel. A tile of two panels numbers those of the second one from here on.
+template <int W>
+constexpr int kPanelVectors = kPanel / W;
+
+// Return the address of vector `v` in its panel, given that of the first panel.
+template <int W>
+MOESERVE_INLINE const char* panel_of(const char* words, const Block& block, int v) {
+  return v < kPanelVectors<W> ? words : words + block.second_panel;
+}
+
+// Prefetch a line, and that of the second panel if the tile has both.
+template <bool kHasBoth>
+MOESERVE_INLINE void prefetch_line(const char* line, const Block& block) {
+  prefetch_to_l2(line);
+  if constexpr (kHasBoth) prefetch_to_l2(line + block.second_panel);
+}
 
 // Some rows, starting at the first input of a block. The parts of quantised rows: see QuantizedRowLayout.
 struct TileRows {
@@ -251,13 +269,19 @@ struct Mxfp4Weights : IntegerSums<W> {
   }
 };
 
+template <typename Products, int kPart>
+MOESERVE_INLINE auto weights_of(const char* words, const Block& block, int v) {
+  constexpr int W = Products::W;
+  return Products::template weights<kPart>(panel_of<W>(words, block, v), v % kPanelVectors<W>);
+}
+
 template <typename Products, int kPart, int kRows, int kVectors>
-MOESERVE_INLINE void add_part(const char* words, int first_vector, const char* row, int64_t stride,
+MOESERVE_INLINE void add_part(const char* words, const Block& block, int first_vector, const char* row, int64_t stride,
                               typename Products::Sums (&sums)[kRows][kVectors]) {
   if constexpr (kRows < kVectors) {
     MOESERVE_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      const auto weights = Products::template weights<kPart>(words, first_vector + v);
+      const auto weights = weights_of<Products, kPart>(words, block, first_vector + v);
       MOESERVE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         Products::add(sums[r][v], weights, Products::template values<kPart>(row + r * stride));
@@ -266,7 +290,9 @@ MOESERVE_INLINE void add_part(const char* words, int first_vector, const char* r
   } else {
     decltype(Products::template weights<kPart>(words, 0)) weights[kVectors];
     MOESERVE_UNROLL
-    for (int v = 0; v < kVectors; ++v) weights[v] = Products::template weights<kPart>(words, first_vector + v);
+    for (int v = 0; v < kVectors; ++v) {
+      weights[v] = weights_of<Products, kPart>(words, block, first_vector + v);
+    }
     MOESERVE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const auto values = Products::template values<kPart>(row + r * stride);
@@ -276,11 +302,12 @@ MOESERVE_INLINE void add_part(const char* words, int first_vector, const char* r
   }
 }
 
-// Multiply kRows rows with kVectors vectors of outputs from `kFirst` on.
+// Multiply kRows rows with kVectors vectors of outputs from `kFirst` on: those of one panel, or all of two.
 template <typename Products, int kRows, int kFirst, int kVectors>
 MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, Prefetch& prefetch, float* sums) {
   constexpr int W = Products::W;
   constexpr int kStepBytes = Products::kStepBytes;
+  constexpr bool kHasBoth = kVectors > kPanelVectors<W>;
   const int64_t second_line = kStepBytes > 64 && prefetch.is_fast ? 64 : 0;
   const char* next = prefetch.next;
   const char* group_words = block.words;
@@ -299,24 +326,25 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
     const int64_t num_steps = kGroupSteps > 0 ? kGroupSteps : block.group_steps;
     for (int64_t step = 0; step < num_steps; ++step) {
       if (next < prefetch.end) {
-        prefetch_to_l2(next);
-        if (kStepBytes > 64) prefetch_to_l2(next + second_line);
+        prefetch_line<kHasBoth>(next, block);
+        if (kStepBytes > 64) prefetch_line<kHasBoth>(next + second_line, block);
         next += 64 + second_line;
       }
-      add_part<Products, 0>(words, kFirst, row, rows.stride, lanes);
+      add_part<Products, 0>(words, block, kFirst, row, rows.stride, lanes);
       if constexpr (Products::kParts == 2) {
         asm volatile("" ::: "memory");  // load again: there are not enough registers to keep all words
-        add_part<Products, 1>(words, kFirst, row, rows.stride, lanes);
+        add_part<Products, 1>(words, block, kFirst, row, rows.stride, lanes);
       }
       words += kStepBytes;
       row += Products::kRowBytes;
     }
     for (; prefetch.is_fast && words < group_words + Products::kGroupBytes; words += 64, next += 64) {
-      prefetch_to_l2(next);  // the scales
+      prefetch_line<kHasBoth>(next, block);  // the scales
     }
     MOESERVE_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      const auto scales = Products::scales(group_words, kFirst + v);
+      const char* of_panel = panel_of<W>(group_words, block, kFirst + v);
+      const auto scales = Products::scales(of_panel, (kFirst + v) % kPanelVectors<W>);
       MOESERVE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         float* target = sums + r * kTileOutputs + (kFirst + v) * W;
