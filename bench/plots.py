@@ -57,14 +57,17 @@ def save_bars(path: Path, panels: Sequence[Panel], unit: str, form: str = "{x:g}
     num_rows = -(-len(panels) // columns)
 
     def draw(figure: Figure) -> None:
+        from matplotlib.patches import Patch
+
         axes = list(figure.subplots(num_rows, columns, sharey=True, squeeze=False).flat)
         for panel, area in zip(panels, axes, strict=False):
-            for place, name in enumerate(names):
-                offset = (place - (len(names) - 1) / 2) * 0.8 / len(names)
+            shown = [name for name in names if any(name in group for group in panel.groups.values())]
+            for place, name in enumerate(shown):
+                offset = (place - (len(shown) - 1) / 2) * 0.8 / len(shown)
                 bars = [(index, group[name]) for index, group in enumerate(panel.groups.values()) if name in group]
                 positions = [index + offset for index, _ in bars]
                 heights = [height for _, height in bars]
-                area.bar(positions, heights, 0.8 / len(names), color=COLOURS[name], label=name)
+                area.bar(positions, heights, 0.8 / len(shown), color=COLOURS[name])
             labels = [name.replace(", ", "\n") for name in panel.groups]
             area.set_xticks(range(len(labels)), labels, fontsize=8)
             _trim(area, panel.title)
@@ -72,7 +75,7 @@ def save_bars(path: Path, panels: Sequence[Panel], unit: str, form: str = "{x:g}
             area.set_axis_off()
         axes[0].yaxis.set_major_formatter(form)
         figure.supylabel(unit, fontsize=9)
-        handles, _ = axes[0].get_legend_handles_labels()
+        handles = [Patch(color=COLOURS[name], label=name) for name in names]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
 
     return _save(path, (3.6 * columns + 0.6, 2.6 * num_rows + 0.5), draw)
