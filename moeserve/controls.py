@@ -57,6 +57,13 @@ class LoadTensors(msgspec.Struct, frozen=True, tag="load-tensors"):
     path: str  # a folder with safetensors shards, or a safetensors file in shared memory
 
 
+class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag="receive-tensors"):
+    """Copy tensors that a trainer on another host sends, as `LoadTensors` does."""
+
+    address: str  # host and port of the trainer
+    key: str  # hexadecimal; both sides prove that they know it
+
+
 class FinishUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="finish-update"):
     """End an update. It stays open, with an error, if weights are partly filled."""
 
@@ -72,7 +79,7 @@ class ReadChecksums(msgspec.Struct, frozen=True, tag="read-checksums"):
     """Compute checksums of all weights of all ranks."""
 
 
-WeightCommand: TypeAlias = StartUpdate | LoadTensors | FinishUpdate | CancelUpdate | ReadChecksums
+WeightCommand: TypeAlias = StartUpdate | LoadTensors | ReceiveTensors | FinishUpdate | CancelUpdate | ReadChecksums
 Command: TypeAlias = Pause | Resume | Sleep | EndSleep | WeightCommand
 
 

@@ -197,6 +197,7 @@ class StoreTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     is_load: bool  # True: from the store to the cache; False: from the cache to the store
     places: list[CachePlace]  # places in the cache
     store_keys: list[StoreKey]  # keys of the same items in the store
+    routes: bytes = b""  # of the blocks to save, if routes are returned; see `RouteStore.read_blocks`
 
 
 class KeepItems(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
@@ -209,6 +210,7 @@ class KeepItems(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
     handle: str  # name under which the items can be read
     tokens: bytes  # digest of the tokens that the items belong to
     places: list[CachePlace]  # all items that a request needs to continue after these tokens, in the order of its cache
+    routes: bytes = b""  # as in `StoreTransfer`
 
 
 class ReceiveItems(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
@@ -245,6 +247,7 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True, tag="transferred
     number: int
     num_copied: int  # number of leading items that were copied; fewer than all if an item could not be copied
     seconds: float
+    routes: bytes = b""  # of the blocks that were loaded or received, if routes are returned
 
 
 class RouteRows(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,6 +61,54 @@ def reward(completion_ids: list[list[int]], **others: object) -> list[float]:
     return [sum(token < NUM_GOOD for token in tokens) / max(1, len(tokens)) for tokens in completion_ids]
 
 
+def prompts() -> Dataset:
+    """Return all prompts of two of the first words."""
+    return Dataset.from_dict({"prompt": [f"w{first} w{second}" for first in range(8) for second in range(8)]})
+
+
+def config_of(folder: str, seed: int, num_steps: int, **more: object) -> GRPOConfig:
+    """Return TRL's configuration, without what depends on where outputs are generated."""
+    return GRPOConfig(
+        output_dir=f"{folder}/trainer",
+        max_steps=num_steps,
+        per_device_train_batch_size=32,
+        num_generations=8,
+        max_completion_length=24,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        seed=seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": "float32"},
+        **more,
+    )
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--curve", type=Path, help="file for the mean reward of each step")
+    parser.add_argument("--checksums", action="store_true", help="compare with a new engine after each update")
+    return parser
+
+
+def report(checks: "Checks", options: argparse.Namespace) -> None:
+    """Print the results of a run, and write its curve."""
+    random, last = NUM_GOOD / (NUM_WORDS + 2), sum(checks.rewards[-10:]) / len(checks.rewards[-10:])
+    print(f"mean reward of the last 10 steps: {last:.3f}, {last / random:.1f} times that of random words")
+    print(f"{DIFFERENCE}: at most {max(checks.differences):.1e} in {len(checks.differences)} steps")
+    if options.checksums:
+        print(f"{checks.num_checksums} updates gave the weights of a new engine")
+    if options.curve is not None:
+        options.curve.write_text(json.dumps(checks.rewards))
+
+
 class Checks(TrainerCallback):
     """Notes the reward of each step, and compares the engine with the trainer."""
 
@@ -72,72 +120,40 @@ class Checks(TrainerCallback):
     def on_log(self, args: object, state: object, control: object, logs: dict, **others: object) -> None:
         if "reward" in logs:
             self.rewards.append(logs["reward"])
-            self.differences.append(logs[DIFFERENCE])
+            if DIFFERENCE in logs:
+                self.differences.append(logs[DIFFERENCE])
 
-    def compare_checksums(self, trainer: GRPOTrainer) -> None:
+    def compare_checksums(self, trainer: GRPOTrainer, found: dict[str, str]) -> None:
         """Require that the engine has the weights that a new engine loads from the trainer's checkpoint."""
-        engine = trainer.vllm_generation.llm
         with tempfile.TemporaryDirectory() as folder:
             trainer.model.save_pretrained(folder)
             trainer.processing_class.save_pretrained(folder)
             with LLM(folder, rl=True, max_model_len=128, kv_cache_memory="8MiB", show_progress=False) as fresh:
-                assert fresh.weight_checksums() == engine.weight_checksums()
+                assert fresh.weight_checksums() == found
         self.num_checksums += 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--curve", type=Path, help="file for the mean reward of each step")
-    parser.add_argument("--checksums", action="store_true", help="compare with a new engine after each update")
-    options = parser.parse_args()
-
+    options = parser_of(__doc__).parse_args()
     checks = Checks()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options.seed)
-        config = GRPOConfig(
-            output_dir=f"{folder}/trainer",
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_max_model_length=128,
-            max_steps=options.steps,
-            per_device_train_batch_size=32,
-            num_generations=8,
-            max_completion_length=24,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            seed=options.seed,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
-        )
-        prompts = [f"w{first} w{second}" for first in range(8) for second in range(8)]
         trainer = GRPOTrainer(
             model=folder,
             reward_funcs=reward,
-            args=config,
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            args=config_of(
+                folder, options.seed, options.steps, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=128
+            ),
+            train_dataset=prompts(),
             callbacks=[checks],
         )
         trainer.remove_callback(PrinterCallback)
         engine = trainer.vllm_generation.llm
         if options.checksums:
-            engine.on_new_weights = lambda: checks.compare_checksums(trainer)
+            engine.on_new_weights = lambda: checks.compare_checksums(trainer, engine.weight_checksums())
         trainer.train()
         engine.shutdown()
-    random, last = NUM_GOOD / (NUM_WORDS + 2), sum(checks.rewards[-10:]) / len(checks.rewards[-10:])
-    print(f"mean reward of the last 10 steps: {last:.3f}, {last / random:.1f} times that of random words")
-    print(f"{DIFFERENCE}: at most {max(checks.differences):.1e} in {len(checks.differences)} steps")
-    if options.checksums:
-        print(f"{checks.num_checksums} updates gave the weights of a new engine")
-    if options.curve is not None:
-        options.curve.write_text(json.dumps(checks.rewards))
+    report(checks, options)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from moeserve.controls import (
     Pause,
     PauseMode,
     ReadChecksums,
+    ReceiveTensors,
     Resume,
     Sleep,
     StartUpdate,
@@ -30,7 +32,8 @@ from moeserve.controls import (
 from moeserve.errors import EngineError, RequestError, WeightUpdateError, nearest, shown
 
 SALT_BYTES = 32
-TRANSPORTS = ("disk", "shm")
+_TRAINER = re.compile(r"[^\s:]+:\d{1,5} [0-9a-f]{64}")  # address and key
+TRANSPORTS = ("disk", "shm", "tcp")
 
 
 def pause_command(mode: PauseMode, *, clear_cache: bool) -> Pause:
@@ -94,21 +97,24 @@ def start_command(shapes: Mapping[str, Sequence[int]] | None) -> StartUpdate:
     return StartUpdate(shapes={name: [int(size) for size in shape] for name, shape in (shapes or {}).items()})
 
 
-def load_command(request: Any) -> LoadTensors:
+def load_command(request: Any) -> LoadTensors | ReceiveTensors:
     """Return the command of `update_weights`.
 
     Raises:
-        RequestError: the request does not name a path, or has other fields.
+        RequestError: the request names neither a path nor a trainer, or has other fields.
     """
     info = _field(request, "update_info")
-    path = info.get("path")
-    if not isinstance(path, str) or not path or len(info) > 1:
-        raise RequestError(
-            f"update_info={shown(info)}: it must have a path alone, of a folder with safetensors files or of a file in "
-            "shared memory that moeserve.rl has written",
-            parameter="update_info",
-        )
-    return LoadTensors(path)
+    are_texts = all(isinstance(value, str) and value for value in info.values())
+    if are_texts and info.keys() == {"path"}:
+        return LoadTensors(info["path"])
+    if are_texts and info.keys() == {"address", "key"} and _TRAINER.fullmatch(f"{info['address']} {info['key']}"):
+        return ReceiveTensors(address=info["address"], key=info["key"])
+    raise RequestError(
+        f"update_info={shown(info)}: it must have either a path, of a folder with safetensors files or of a file in "
+        "shared memory that moeserve.rl has written, or an address (host and port) and a key (64 hexadecimal digits) "
+        "of a trainer",
+        parameter="update_info",
+    )
 
 
 def finish_command(version: str | None, number: int) -> FinishUpdate:
@@ -213,7 +219,7 @@ class Rollouts:
         """Check that updates can use a transport.
 
         Args:
-            request: {"init_info": {"transport": "disk" or "shm"}}.
+            request: {"init_info": {"transport": "disk", "shm" or "tcp"}}.
 
         Raises:
             RequestError: there is no such transport.
@@ -240,7 +246,8 @@ class Rollouts:
 
         Args:
             request: {"update_info": {"path": PATH}}, where PATH is a folder with safetensors files, or a file in shared
-                memory that `moeserve.rl.WeightSender` has written.
+                memory that `moeserve.rl.WeightSender` has written; or {"update_info": {"address": "HOST:PORT", "key":
+                KEY}}, where a trainer sends the tensors over TCP.
 
         Raises:
             RequestError: the request has another form.

@@ -6,7 +6,7 @@ from moeserve.config.engine_config import ExpertsConfig, ScheduleConfig, Weights
 from moeserve.config.expert_layout import Numbers, resolve_expert_parallel
 from moeserve.config.facts import CheckpointFacts, Facts, from_settings
 from moeserve.config.routes import RouteShape
-from moeserve.config.settings import CacheSettings, DispatcherName, ParallelSettings, Settings
+from moeserve.config.settings import DispatcherName, ParallelSettings, Settings
 from moeserve.errors import SettingsError, shown
 
 
@@ -68,15 +68,11 @@ def _route_shape(settings: Settings, facts: Facts) -> RouteShape:
     name, shape = "enable_return_routed_experts=True", facts.checkpoint.route_shape
     if shape is None:
         raise SettingsError(f"{name} needs a model with experts that runs with moeserve's own code; leave it out")
-    cache, defaults = settings.cache, CacheSettings()
     refusal = None
     if facts.on_gpu:
         refusal = "device='cuda'; use the CPU"
     elif settings.parallel.has_overlap:
         refusal = "overlap_decode_tokens and overlap_prefill_tokens; leave them out"
-    for other in ("kv_host_memory", "kv_folder", "kv_transfer_address"):  # these keep blocks without their routes
-        if (value := getattr(cache, other)) != getattr(defaults, other):
-            refusal = f"{other}={shown(value)}; leave one of them out"
     if refusal is not None:
         raise SettingsError(f"{name} does not allow {refusal}")
     return shape

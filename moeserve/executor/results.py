@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 
+import msgspec
+
 from moeserve.processes.wake_up import WakeUp
 from moeserve.protocol import TransferResult
 from moeserve.scheduling.lockstep import RoundResult
@@ -29,13 +31,9 @@ class TransferAnswers:
         answers.append(answer)
         if len(answers) == self._num_ranks:
             del self._answers[answer.number]
-            self._futures.pop(answer.number).set_result(
-                TransferResult(
-                    number=answer.number,
-                    num_copied=min(each.num_copied for each in answers),
-                    seconds=max(each.seconds for each in answers),
-                )
-            )
+            fewest = min(answers, key=lambda each: each.num_copied)
+            slowest_s = max(each.seconds for each in answers)
+            self._futures.pop(answer.number).set_result(msgspec.structs.replace(fewest, seconds=slowest_s))
 
 
 class ResultQueue:

@@ -15,6 +15,7 @@ from moeserve.kv.connector import ItemKey, KVConnector
 from moeserve.kv.load_rates import LoadRates
 from moeserve.kv.manager import CacheLimits
 from moeserve.kv.pool import BlockPool, tokens_digest
+from moeserve.kv.route_store import RouteStore
 from moeserve.protocol import (
     CachePlace,
     CancelReceive,
@@ -72,12 +73,14 @@ class BlockTransfers(Generic[Waiting]):
         pools: Mapping[CacheKind, BlockPool],
         limits: CacheLimits,
         addresses: Sequence[str] = (),
+        routes: RouteStore | None = None,
     ) -> None:
         """
         Args:
             pools: pool of the cache's places for each kind of items.
             limits: give the number of tokens in a block.
             addresses: address of each rank of this replica at which other engines can read items. Empty: they cannot.
+            routes: the experts of cached tokens, which are copied with their blocks.
         """
         self.connector = connector
         self._pools, self._addresses = pools, list(addresses)
@@ -85,7 +88,7 @@ class BlockTransfers(Generic[Waiting]):
         self._new: list[Transfer] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
-        self._limits = limits
+        self._limits, self._routes = limits, routes
         self._rates = LoadRates()
         self._num_begun = 0
         self._num_loaded: Counter[CacheKind] = Counter()
@@ -190,7 +193,9 @@ class BlockTransfers(Generic[Waiting]):
         handle = request.request.kv_handle
         _, places = self._hold(keys)
         tokens = tokens_digest(request.token_ids[: num_blocks * self._limits.block_size])
-        keep = KeepItems(number=self._num_begun, handle=handle, tokens=tokens, places=places)
+        keep = KeepItems(
+            number=self._num_begun, handle=handle, tokens=tokens, places=places, routes=self._routes_of(places)
+        )
         self._begin(keep, _InFlight("keep", places, [], []))
         source = PeerBlocks(handle=handle, addresses=self._addresses, num_blocks=num_blocks)
         return msgspec.structs.replace(update, kv_blocks=source)
@@ -238,7 +243,11 @@ class BlockTransfers(Generic[Waiting]):
                 keys = list(store_keys)
                 _, places = self._hold(keys)
                 transfer = StoreTransfer(
-                    number=self._num_begun, is_load=False, places=places, store_keys=list(store_keys.values())
+                    number=self._num_begun,
+                    is_load=False,
+                    places=places,
+                    store_keys=list(store_keys.values()),
+                    routes=self._routes_of(places),
                 )
                 self._begin(transfer, _InFlight("save", places, keys, []))
         new, self._new = self._new, []
@@ -264,11 +273,16 @@ class BlockTransfers(Generic[Waiting]):
                 self._rates.note_load(copied[CacheKind.BLOCK] * self._limits.block_size, result.seconds)
         if transfer.kind in ("load", "receive"):
             self._num_loaded += copied
+            if self._routes is not None:
+                self._routes.write_blocks(transfer.places[:num_copied], result.routes)
             for key, place in list(zip(transfer.keys, transfer.places, strict=True))[:num_copied]:
                 self._pools[key.kind].register(place.index, key.digest)
         for kind, pool in self._pools.items():  # release by kind, so that the first blocks of a prefix are evicted last
             pool.release([place.index for place in [*transfer.held, *transfer.places] if place.kind == kind])
         return transfer.request
+
+    def _routes_of(self, places: Sequence[CachePlace]) -> bytes:
+        return b"" if self._routes is None else self._routes.read_blocks(places)
 
     def _begin(self, message: Transfer, transfer: _InFlight) -> None:
         self._in_flight[message.number] = transfer

@@ -7,12 +7,14 @@ Other weights are opened when their first tensor arrives, and packed and release
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -24,6 +26,7 @@ from moeserve.controls import (
     LoadTensors,
     Outcome,
     ReadChecksums,
+    ReceiveTensors,
     StartUpdate,
     WeightCommand,
 )
@@ -38,11 +41,12 @@ from moeserve.models.checkpoint.mapped_files import MappedFiles
 from moeserve.models.checkpoint.names import Translation, translated
 from moeserve.models.checkpoint.packing import fill_panels, packed_state, weights_of
 from moeserve.models.checkpoint.shards import Checkpoint, list_names, open_checkpoint, read_header
-from moeserve.models.checkpoint.tensors import PlainTensor
+from moeserve.models.checkpoint.tensors import PlainTensor, ReadRows, StoredTensor
 from moeserve.models.checkpoint.unused_tensors import harmful
 from moeserve.models.checkpoint.weight_format import WeightFormat
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import Description
+from moeserve.models.remote_chunk import RemoteChunk
 from moeserve.models.weight_mapping import destinations
 from moeserve.progress import progress_bar
 
@@ -53,6 +57,14 @@ SHARED_MEMORY, CHUNK_PREFIX = Path("/dev/shm"), "moeserve-weights-"
 MIN_FREED_BYTES = 2**16
 EMBEDDING = "model.embed_tokens.weight"
 OF_DRAFTS = "draft."  # prefix of the tensors of modules for multi-token prediction
+
+
+class _Chunk(NamedTuple):
+    """Some tensors of an update, and the function that reads them."""
+
+    checkpoint: Checkpoint
+    read_rows: ReadRows
+
 
 Gather = Callable[[bytes], list[bytes]]  # returns the data of all ranks. Collective: all ranks
 
@@ -87,10 +99,11 @@ class WeightUpdates:
                 error = self._shared_error(lambda: self._start(command))
                 if error:
                     self._cancel()
-            case LoadTensors():
-                error = self._shared_error(lambda: self._require_open().prepare(self._open(command.path)))
-                if not error and (error := self._shared_error(self._require_open().fill)):
-                    self._cancel()
+            case LoadTensors() | ReceiveTensors():
+                with contextlib.ExitStack() as ending:
+                    error = self._shared_error(lambda: self._require_open().prepare(self._open(command, ending)))
+                    if not error and (error := self._shared_error(self._require_open().fill)):
+                        self._cancel()
             case FinishUpdate():
                 error = self._shared_error(lambda: self._require_open().finish())
                 if not error:
@@ -150,16 +163,20 @@ class WeightUpdates:
             raise CheckpointError("no update of the weights has begun; call start_weight_update first")
         return self._update
 
-    def _open(self, path: str) -> Checkpoint:
-        """Open a folder, or a file in shared memory."""
-        folder = Path(path)
-        if folder.is_dir():
+    def _open(self, command: LoadTensors | ReceiveTensors, ending: contextlib.ExitStack) -> _Chunk:
+        """Open a folder, a file in shared memory, or the connection to a trainer, which ends with `ending`."""
+        read_rows = MappedFiles().read_rows
+        if isinstance(command, ReceiveTensors):
+            remote = RemoteChunk(command.address, bytes.fromhex(command.key))
+            ending.callback(remote.close)
+            checkpoint, read_rows = _checkpoint_of(Path(command.address), remote.tensors), remote.read_rows
+        elif (folder := Path(command.path)).is_dir():
             checkpoint = open_checkpoint(folder, WeightFormat())
         else:
             _require_chunk(folder)
-            stored = {name: PlainTensor(tensor) for name, tensor in read_header(folder).items()}
-            checkpoint = Checkpoint(folder, dict(stored), None, folder.stat().st_size)
-        return translated(checkpoint, self._description.family, self._description.model.num_decoder_layers)
+            checkpoint = _checkpoint_of(folder, read_header(folder))
+        layers = self._description.model.num_decoder_layers
+        return _Chunk(translated(checkpoint, self._description.family, layers), read_rows)
 
     def _skeleton(self) -> Decoder:
         """Return the decoder without memory, with the model's own parameters where they are never packed."""
@@ -215,15 +232,14 @@ class _Update:
                 weights.panels = self._live[weights].panels
         self._received: set[str] = set()
         self._stored_names: dict[str, str] = {}  # as the trainer names them
-        self._next: Checkpoint | None = None
+        self._next: _Chunk | None = None
 
-    def prepare(self, checkpoint: Checkpoint) -> None:
+    def prepare(self, chunk: _Chunk) -> None:
         """Check the tensors of a chunk before any of them is copied."""
-        into = self._destinations.into
-        files = MappedFiles()
+        into, checkpoint = self._destinations.into, chunk.checkpoint
         unknown = [name for name in checkpoint.names - into.keys() if not self._destinations.is_ignored(name)]
         if found := checkpoint.shown(
-            harmful(unknown, checkpoint.tensors, self._destinations.frequencies, files.read_rows)
+            harmful(unknown, checkpoint.tensors, self._destinations.frequencies, chunk.read_rows)
         ):
             raise CheckpointError(
                 f"{len(found)} tensors have no place in the model: {list_names(found)}. If the trainer stacks experts "
@@ -232,20 +248,20 @@ class _Update:
         if twice := checkpoint.shown(checkpoint.names & self._received):
             raise CheckpointError(f"{len(twice)} tensors were sent before in this update: {list_names(twice)}")
         check_tensors(checkpoint, {name: into[name] for name in checkpoint.names & into.keys()})
-        self._next = checkpoint
+        self._next = chunk
 
     def fill(self) -> None:
         """Copy the tensors of the chunk that was prepared."""
-        checkpoint, self._next = self._next, None
-        assert checkpoint is not None
-        files, into = MappedFiles(), self._destinations.into
+        chunk, self._next = self._next, None
+        assert chunk is not None
+        checkpoint, into = chunk.checkpoint, self._destinations.into
         self._stored_names |= checkpoint.stored_names
         with progress_bar("weights", total=0, is_shown=False) as progress:
             for name in sorted(checkpoint.names & into.keys()):
                 self.has_written = True
                 self._received.add(name)
                 for place in into[name]:
-                    fill_place(self._opened(place), checkpoint.tensors[name], files.read_rows, PIECE_VALUES, progress)
+                    fill_place(self._opened(place), checkpoint.tensors[name], chunk.read_rows, PIECE_VALUES, progress)
                 for owner in {place.owner for place in into[name]}:
                     if owner is not None and self._names.get(owner, {""}) <= self._received:
                         self._pack(owner)
@@ -298,6 +314,12 @@ class _Update:
         if weights.borrow is not None:
             weights.use_memory()
         weights.pack_into(panels)
+
+
+def _checkpoint_of(place: Path, stored: Mapping[str, StoredTensor]) -> Checkpoint:
+    """Return a checkpoint of plain tensors."""
+    num_bytes = sum(tensor.num_bytes for tensor in stored.values())
+    return Checkpoint(place, {name: PlainTensor(tensor) for name, tensor in stored.items()}, None, num_bytes)
 
 
 def _require_chunk(path: Path) -> None:

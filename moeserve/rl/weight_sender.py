@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import secrets
-import shutil
-import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from moeserve.addresses import address_towards
 from moeserve.errors import SettingsError, WeightUpdateError, shown
-from moeserve.models.weight_update import CHUNK_PREFIX, SHARED_MEMORY
+from moeserve.rl.transports import Offer, offer_in_shared_memory, offer_on_disk, offer_over_tcp
 
 CHUNK_BYTES = 256 * 2**20
-SHARD = "model.safetensors"
 
 
 class Receiver(Protocol):
@@ -33,7 +29,7 @@ class Receiver(Protocol):
 
 
 class WeightSender:
-    """Sends the tensors of a model that is trained to the engine that serves it, on the same host.
+    """Sends the tensors of a model that is trained to the engine that serves it.
 
     sender = WeightSender("http://127.0.0.1:8000", api_key="the administrator's key")
     sender.send(model.state_dict(), "step-17")
@@ -42,29 +38,41 @@ class WeightSender:
     def __init__(
         self,
         receiver: str | Receiver,
-        transport: Literal["shm", "disk"] = "shm",
+        transport: Literal["shm", "disk", "tcp"] = "shm",
         *,
         api_key: str | None = None,
         folder: str | None = None,
+        host: str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         timeout_s: float = 600.0,
     ) -> None:
         """
         Args:
             receiver: URL of a server with `--rl`, or an `LLM`.
-            transport: "shm": chunks in shared memory; "disk": chunks in temporary folders.
+            transport: "shm": chunks in shared memory of the same host; "disk": chunks in temporary folders; "tcp":
+                ranks of any host connect to the trainer, and read their parts of its chunks.
             api_key: the administrator's key of the server.
             folder: where temporary folders are made, which all ranks must reach; None: the system's.
+            host: for "tcp", the address of this host for ranks; None: that from which it reaches the server.
             chunk_bytes: most bytes of a chunk, unless one tensor has more.
             timeout_s: seconds for a response of the server.
 
         Raises:
             RequestError, WeightUpdateError: the receiver cannot be updated.
+            SettingsError: there is no such transport, or no route to the server.
         """
-        if transport not in ("shm", "disk"):
-            raise SettingsError(f"transport={shown(transport)} is unknown; known are 'shm' and 'disk'")
         self._receiver = _Routes(receiver, api_key, timeout_s) if isinstance(receiver, str) else receiver
-        self._transport, self._folder, self._chunk_bytes = transport, folder, chunk_bytes
+        self._chunk_bytes = chunk_bytes
+        self._offer: Offer
+        match transport:
+            case "shm":
+                self._offer = offer_in_shared_memory
+            case "disk":
+                self._offer = functools.partial(offer_on_disk, folder=folder)
+            case "tcp":
+                self._offer = functools.partial(offer_over_tcp, host=host or _own_address(receiver))
+            case _:
+                raise SettingsError(f"transport={shown(transport)} is unknown; known are 'shm', 'disk' and 'tcp'")
         self._receiver.init_weight_transfer_engine({"init_info": {"transport": transport}})
 
     def send(self, tensors: Mapping[str, Tensor], weight_version: str | None = None) -> None:
@@ -80,13 +88,8 @@ class WeightSender:
         receiver = self._receiver
         receiver.start_weight_update({name: list(tensor.shape) for name, tensor in tensors.items()})
         for chunk in self._chunks(tensors):
-            path = self._new_path()
-            try:
-                own = _separate(chunk)
-                save_file(own, path / SHARD if path.is_dir() else path)
-                receiver.update_weights({"update_info": {"path": str(path)}})
-            finally:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            with self._offer(_separate(chunk)) as update_info:
+                receiver.update_weights({"update_info": update_info})
         receiver.finish_weight_update(weight_version)
 
     def _chunks(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -101,12 +104,16 @@ class WeightSender:
         if chunk:
             yield chunk
 
-    def _new_path(self) -> Path:
-        if self._transport == "disk":
-            return Path(tempfile.mkdtemp(prefix=CHUNK_PREFIX, dir=self._folder))
-        path = SHARED_MEMORY / f"{CHUNK_PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
-        path.touch(0o600, exist_ok=False)  # other users must not read the weights
-        return path
+
+def _own_address(receiver: str | Receiver) -> str:
+    """Return the address of this host from which it reaches a server; for an `LLM`, whose ranks are here, loopback."""
+    if not isinstance(receiver, str):
+        return "127.0.0.1"
+    name = urllib.parse.urlsplit(receiver).hostname or ""
+    try:
+        return address_towards(name)
+    except OSError as error:
+        raise SettingsError(f"receiver={receiver!r} cannot be reached: {error}") from None
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

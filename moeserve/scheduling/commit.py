@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from moeserve.kv.manager import CacheManager, ChunkItems, NewBlocks, Prefix, ToStore
+from moeserve.kv.route_store import RouteStore
 from moeserve.kv.transfers import BlockTransfers
 from moeserve.protocol import (
     ChunkResult,
@@ -25,7 +26,6 @@ from moeserve.protocol import (
 )
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import LiveRequest
-from moeserve.scheduling.route_store import RouteStore
 from moeserve.scheduling.scheduler_config import SchedulerConfig
 
 
@@ -57,20 +57,21 @@ class PlansInFlight:
     """The plans in flight, in order, and the running requests whose chunks they contain."""
 
     def __init__(
-        self, config: SchedulerConfig, caches: CacheManager, transfers: BlockTransfers[LiveRequest] | None
+        self,
+        config: SchedulerConfig,
+        caches: CacheManager,
+        transfers: BlockTransfers[LiveRequest] | None,
+        routes: RouteStore | None,
     ) -> None:
         self.running: dict[str, LiveRequest] = {}  # in order of admission
         self.prefilling: set[LiveRequest] = set()  # running requests with more than one unplanned token
         self.ended: set[LiveRequest] = set()  # requests that no longer run, but whose blocks a plan in flight uses
         self.speculation = SpeculationTotals()
-        self._config, self._caches, self._transfers = config, caches, transfers
+        self._config, self._caches, self._transfers, self._routes = config, caches, transfers, routes
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._owner_of_prompt: dict[int, LiveRequest] = {}  # running requests, by the identity of their prompts
         self._step = 0
         self._plans: deque[list[PlannedChunk]] = deque()
-        self._routes: RouteStore | None = None
-        if config.routes is not None:
-            self._routes = RouteStore(config.routes, config.num_blocks, config.block_size)
 
     def __len__(self) -> int:
         return len(self._plans)

@@ -15,6 +15,7 @@ from moeserve.kv.connector import HostTier, KVConnector
 from moeserve.kv.manager import CacheManager, NewBlocks
 from moeserve.kv.pool import root_digest
 from moeserve.kv.requests import RequestCache
+from moeserve.kv.route_store import RouteStore
 from moeserve.kv.transfers import BlockTransfers
 from moeserve.protocol import (
     RankReport,
@@ -108,11 +109,14 @@ class Scheduler:
         self._holds = False
         self._held: dict[str, LiveRequest] = {}  # requests that wait for `release`
         self._caches = CacheManager(config)
+        routes: RouteStore | None = None
+        if config.routes is not None:
+            routes = RouteStore(config.routes, config.num_blocks, config.block_size)
         if connector is not None or peer_addresses:
             store = HostTier({}) if connector is None else connector
-            self.transfers = BlockTransfers(store, self._caches.pools, config, peer_addresses)
+            self.transfers = BlockTransfers(store, self._caches.pools, config, peer_addresses, routes)
         self._queue = AdmissionQueue(config, self._caches, self.transfers)
-        self._plans = PlansInFlight(config, self._caches, self.transfers)
+        self._plans = PlansInFlight(config, self._caches, self.transfers, routes)
         self._running = self._plans.running
         self._turns = Turns(config.longest_turn_wait) if config.longest_turn_wait else None
 

@@ -286,10 +286,12 @@ def cache_share(config: EngineConfig, model: RankModel, items: CachedItems) -> C
     tensors: list[TensorShare] = []
     num_of_layer: Counter[int] = Counter()
     for each in items.tensors:
-        layer = model.layers_of_caches[each.block]
         ranges = [(part.start, len(part)) for part in each.division.ranges]
-        name = f"{layer}.{num_of_layer[layer]}"
-        num_of_layer[layer] += 1
+        name = "routes"
+        if each.block is not None:
+            layer = model.layers_of_caches[each.block]
+            name = f"{layer}.{num_of_layer[layer]}"
+            num_of_layer[layer] += 1
         tensors.append(TensorShare(name=name, kind=each.kind, axis=each.division.axis, ranges=ranges))
     return CacheShare(facts=_cache_facts(config, model), tensors=tensors)
 
@@ -299,6 +301,7 @@ def _cache_facts(config: EngineConfig, model: RankModel) -> dict[str, str]:
     weights = config.weights
     folder = Path(weights.model_path)
     files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    routes = config.experts.routes
     return {
         "version": str(STORED_ITEMS_VERSION),
         "model": sampled_digest(files),
@@ -310,4 +313,5 @@ def _cache_facts(config: EngineConfig, model: RankModel) -> dict[str, str]:
         "kernels": model.context.backend.instruction_set,
         "block_size": str(config.cache.block_size),
         "has_long_rotations": str(model.config.has_long_rotations(model.context.max_model_len)),
+        **({} if routes is None else {"routes": f"{routes.num_layers} layers, {routes.top_k} {routes.dtype}"}),
     }

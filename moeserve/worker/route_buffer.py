@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.routes import RouteShape
+from moeserve.kv.route_store import RouteStore
 from moeserve.layers.moe.router import RoutePlace
 from moeserve.models.decoder import Decoder
 from moeserve.models.rank_model import RankModel
@@ -67,3 +68,11 @@ def route_buffer_of(config: EngineConfig, model: RankModel) -> RouteBuffer | Non
         return None
     assert isinstance(model, Decoder), "other models have no route shape"
     return RouteBuffer(model, config.experts.routes, config.schedule.max_num_batched_tokens)
+
+
+def routes_of_copies(config: EngineConfig, num_blocks: int) -> RouteStore | None:
+    """Return memory for the routes of blocks that are copied to a store or other engines; None if none are."""
+    store, routes = config.store, config.experts.routes
+    if routes is None or not (store.kv_folder or store.kv_host_memory or store.kv_transfer_address):
+        return None
+    return RouteStore(routes, num_blocks, config.cache.block_size)

@@ -54,7 +54,7 @@ from moeserve.worker.protocol import GroupFacts, Loaded, StoreFacts
 from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import RequestTable
 from moeserve.worker.room import num_states_of
-from moeserve.worker.route_buffer import route_buffer_of
+from moeserve.worker.route_buffer import route_buffer_of, routes_of_copies
 from moeserve.worker.sleeping import free_caches
 from moeserve.worker.step_runner import EagerSteps, StepRunnerFactory
 from moeserve.worker.thread_count import ThreadCount
@@ -143,7 +143,8 @@ class Worker:
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
         )
         self._caches = self._make_caches(config, model) if before is None else before._caches
-        items = CachedItems(model.cache_items, self._caches, saved_rows_of(config))
+        self._routes = routes_of_copies(config, self.num_blocks)
+        items = CachedItems(model.cache_items, self._caches, saved_rows_of(config), self._routes)
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
         self._transfers: Transfers | None = None  # set by `start_transfers`
@@ -287,7 +288,7 @@ class Worker:
         Args:
             send: called with the result of each transfer, in any thread.
         """
-        self._transfers = Transfers(self._store, self._sender, self._receiver, send)
+        self._transfers = Transfers(self._store, self._sender, self._receiver, self._routes, send)
         return self._transfers
 
     @torch.inference_mode()

@@ -216,9 +216,9 @@ def test_what_is_refused(cases: Callable[[str], tuple[Reference, list[list[int]]
         assert run(llm, [sequence])[0].outputs[0].routed_experts is None
         with pytest.raises(RequestError, match="enable_return_routed_experts"):
             llm.score([sequence], 1, routed_experts=[right], use_tqdm=False)
-    for name, value in (("kv_host_memory", "1MiB"), ("kv_transfer_address", "127.0.0.1")):
-        with pytest.raises(SettingsError, match=name):
-            LLM(str(reference.folder), **SETTINGS, **{name: value})
+    overlap: dict[str, Any] = dict(data_parallel_size=2, overlap_decode_tokens=8)
+    with pytest.raises(SettingsError, match="overlap_decode_tokens"):
+        LLM(str(reference.folder), **SETTINGS, **overlap)
 
 
 def test_forced_routes_stay_in_their_request(cases: Callable[[str], tuple[Reference, list[list[int]]]]) -> None:

@@ -46,6 +46,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": dict(data_parallel_size=2, num_redundant_experts=2),
     "pp": dict(pipeline_parallel_size=2),
     "tpdp": dict(tensor_parallel_size=2, data_parallel_size=2),
+    "tppp": dict(tensor_parallel_size=2, pipeline_parallel_size=2),
+    "dppp": dict(data_parallel_size=2, pipeline_parallel_size=2, num_redundant_experts=2),
+    "all": dict(tensor_parallel_size=2, data_parallel_size=2, pipeline_parallel_size=2, num_redundant_experts=1),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": dict(dtype="bfloat16"),
@@ -134,6 +137,10 @@ def test_panels_and_tokens_are_those_of_a_fresh_load(
         llm.finish_weight_update()
         assert llm.weight_checksums() == expected
         assert tokens(llm) == expected_tokens
+        llm.reload_weights()
+        WeightSender(llm, "tcp", chunk_bytes=50_000).send(trained.tensors, "two")
+        assert llm.weight_checksums() == expected
+        assert tokens(llm) == expected_tokens
     assert not list(SHARED_MEMORY.glob(f"{CHUNK_PREFIX}{os.getpid()}-*"))
 
 
@@ -144,12 +151,19 @@ def test_experts_that_were_moved_get_the_new_weights(trained: Trained) -> None:
     moving: dict[str, Any] = dict(rebalance="auto", rebalance_horizon=10**9, expert_load_window=3)
     _, expected = fresh(trained, trained.new, **options)
     with LLM(str(trained.old), rl=True, **SETTINGS, **options, **moving) as llm:
-        for number in range(1, 4):
+        for number, transport in enumerate(("shm", "disk", "tcp"), start=1):
             for _ in range(8):
                 tokens(llm)
             assert llm.expert_load().placement_epoch > 0
-            WeightSender(llm).send(trained.tensors, str(number))
+            WeightSender(llm, transport).send(trained.tensors, str(number))  # type: ignore[arg-type]
+            sent = llm.weight_checksums()
             assert tokens(llm) == expected
+            for _ in range(8):  # they move on, with copies of the new weights
+                tokens(llm)
+            moved = llm.weight_checksums()
+            WeightSender(llm, transport).send(trained.tensors, "again")  # type: ignore[arg-type]
+            assert llm.weight_checksums() == moved
+            assert number > 1 or sent != llm.weight_checksums(), "no expert has moved"
 
 
 @pytest.mark.parametrize("mode", ["keep", "retract", "abort"])

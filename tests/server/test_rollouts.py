@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from running_server import MODEL, RunningServer, running
 from safetensors.torch import load_file, save_file
 from server_process import serving
+from tiny_model import save_tiny_model
 from torch import Tensor
 
 from moeserve import AsyncLLM
@@ -32,8 +35,6 @@ WEIGHT_ROUTES = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    from tiny_model import save_tiny_model
-
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
     llm = AsyncLLM(folder, dtype="float32", max_model_len=512, rl=True, show_progress=False)
     with running(llm, api_key=["user"], admin_key=["admin"]) as server:
@@ -58,8 +59,10 @@ def new_tensors(server: RunningServer) -> dict[str, Tensor]:
     return {name: -0.5 * tensor for name, tensor in load_file(shard).items()}
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_a_trainer_updates_the_weights_of_a_server(server: RunningServer, transport: Literal["shm", "disk"]) -> None:
+@pytest.mark.parametrize("transport", ["shm", "disk", "tcp"])
+def test_a_trainer_updates_the_weights_of_a_server(
+    server: RunningServer, transport: Literal["shm", "disk", "tcp"]
+) -> None:
     body = {"model": MODEL, "prompt": [3, 1, 4], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     body["return_token_ids"] = True
     tensors = new_tensors(server)
@@ -82,6 +85,49 @@ def test_a_trainer_updates_the_weights_of_a_server(server: RunningServer, transp
         assert checksums() == old
         assert http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"] == answer["token_ids"]
         assert http.get("/get_world_size").json() == {"world_size": 1}
+
+
+@pytest.mark.parametrize("num_points", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_trainer_leaves_old_new_or_stale_weights(tmp_path: Path, num_points: int) -> None:
+    folder = save_tiny_model(tmp_path)
+    settings: dict[str, Any] = dict(dtype="float32", max_model_len=512, weight_update_timeout=1)
+    llm = AsyncLLM(folder, rl=True, show_progress=False, **settings)
+    body = {"model": MODEL, "prompt": [3, 1, 4], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
+    states: list[str] = []
+    with running(llm, admin_key=["admin"]) as server, server.http(headers=ADMIN) as http:
+
+        def state() -> tuple[Any, ...]:
+            answer = http.post("/v1/completions", json=body)  # waits until the update has ended
+            if answer.status_code != 200:
+                assert answer.status_code == 503, answer.text
+                return ("stale",)
+            (choice,) = answer.json()["choices"]
+            checksums = http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+            return choice["weight_versions"][0][0], choice["token_ids"], checksums
+
+        old = state()
+        command = [sys.executable, str(Path(__file__).parent / "killed_trainer.py"), server.url]
+        command += [str(folder / "model.safetensors"), str(num_points)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+            assert trainer.stdin is not None
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "whole\n"
+            new = state()
+            for _ in range(num_points):
+                assert http.post("/reload_weights").status_code == 200
+                assert state() == old
+                print(file=trainer.stdin, flush=True)
+                assert trainer.stdout.readline() == "killed\n"
+                found = state()
+                assert found in (old, new, ("stale",))
+                states.append(found[0])
+            print(file=trainer.stdin, flush=True)
+    llm.shutdown()
+    assert trainer.returncode == 0
+    assert new[:2] != old[:2]
+    assert states[0] == "default"
+    assert states[-1] == "stale"
 
 
 def test_a_folder_is_a_whole_update(server: RunningServer, tmp_path: Path) -> None:

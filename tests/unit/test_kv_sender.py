@@ -15,8 +15,9 @@ from moeserve.cache_kind import CacheKind
 from moeserve.kv.layer_cache import CacheItems
 from moeserve.kv.rank.items import CachedItems
 from moeserve.kv.rank.sender import BlockSender
-from moeserve.kv.rank.wire import Answer, CacheShare, Claim, Connection, PeerError, Piece, Read, TensorShare
+from moeserve.kv.rank.wire import Answer, CacheShare, Claim, Piece, Read, TensorShare
 from moeserve.kv.rules import KeepAll
+from moeserve.processes.peer_connection import Connection, PeerError
 from moeserve.protocol import CachePlace, KeepItems, TransferResult
 
 NUM_BLOCKS, BLOCK_VALUES = 4, 6

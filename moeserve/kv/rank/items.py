@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moeserve.cache_kind import CacheKind
 from moeserve.kv.layer_cache import CacheDivision, CacheItems
+from moeserve.kv.route_store import RouteStore
 from moeserve.kv.rules import KeepState
 from moeserve.protocol import CachePlace
 
@@ -20,7 +21,7 @@ from moeserve.protocol import CachePlace
 class CachedTensor:
     """A tensor with one part of all items of a kind: `tensor[i]` is the part of item i."""
 
-    block: int  # index of its network among the blocks of this rank
+    block: int | None  # index of its network among the blocks of this rank; None: it has the routes of tokens
     kind: CacheKind
     tensor: Tensor
     division: CacheDivision
@@ -29,12 +30,19 @@ class CachedTensor:
 class CachedItems:
     """All tensors of a rank's caches, by the kind of their items."""
 
-    def __init__(self, items: Sequence[Sequence[CacheItems]], caches: Sequence[Any], saved_rows: range) -> None:
+    def __init__(
+        self,
+        items: Sequence[Sequence[CacheItems]],
+        caches: Sequence[Any],
+        saved_rows: range,
+        routes: RouteStore | None = None,
+    ) -> None:
         """
         Args:
             items: the items of each network.
             caches: caches of the networks; each has `tensors_of_items`, in the order of the network's items.
             saved_rows: rows of the state caches for saved states.
+            routes: the routes of the tokens of each block, which are a part of the block.
         """
         self.tensors: list[CachedTensor] = []
         for block, (own, cache) in enumerate(zip(items, caches, strict=True)):
@@ -44,6 +52,9 @@ class CachedItems:
                     if isinstance(each.rule, KeepState):
                         tensor = tensor[saved_rows.start : saved_rows.stop]
                     self.tensors.append(CachedTensor(block, each.rule.kind, tensor, division))
+        if routes is not None:
+            tensor = torch.from_numpy(routes.blocks)
+            self.tensors.append(CachedTensor(None, CacheKind.BLOCK, tensor, CacheDivision(0, ())))
         self._stream = torch.cuda.Stream() if any(each.tensor.is_cuda for each in self.tensors) else None
 
     def of(self, kind: CacheKind) -> list[Tensor]:

@@ -21,7 +21,8 @@ from moeserve.addresses import is_loopback, own_addresses
 from moeserve.config.environment import set_for_libraries
 from moeserve.errors import SettingsError, missing_extra
 from moeserve.kv.rank.items import CachedItems
-from moeserve.kv.rank.wire import NixlShare, PeerError, TensorPlace
+from moeserve.kv.rank.wire import NixlShare, TensorPlace
+from moeserve.processes.peer_connection import PeerError
 
 SECONDS_BETWEEN_LOOKS = 0.0002
 

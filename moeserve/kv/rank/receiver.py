@@ -19,14 +19,13 @@ from moeserve.kv.rank.wire import (
     Answer,
     CacheShare,
     Claim,
-    Connection,
     HasRead,
-    PeerError,
     Piece,
     Read,
     bytes_of,
     select_piece,
 )
+from moeserve.processes.peer_connection import Connection, PeerError
 from moeserve.protocol import ReceiveItems, TransferResult
 
 logger = logging.getLogger(__name__)

@@ -19,15 +19,14 @@ from moeserve.kv.rank.wire import (
     Answer,
     CacheShare,
     Claim,
-    Connection,
     HasRead,
     NixlShare,
-    PeerError,
     Piece,
     Read,
     bytes_of,
     select_piece,
 )
+from moeserve.processes.peer_connection import Connection, PeerError
 from moeserve.protocol import CachePlace, KeepItems, TransferResult
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import torch
 
 from moeserve.kv.rank.receiver import BlockReceiver, Cancellation
 from moeserve.kv.rank.sender import BlockSender
 from moeserve.kv.rank.store import KVStore
+from moeserve.kv.route_store import RouteStore
 from moeserve.protocol import CancelReceive, KeepItems, ReceiveItems, StoreTransfer, Transfer, TransferResult
 
 logger = logging.getLogger(__name__)
@@ -29,24 +31,28 @@ class Transfers:
         store: KVStore | None,
         sender: BlockSender | None,
         receiver: BlockReceiver | None,
+        routes: RouteStore | None,
         send: Callable[[TransferResult], None],
     ) -> None:
         """
         Args:
             store: the store behind the KV cache. Its transfers run one after the other.
             sender, receiver: for items sent to and received from other engines.
+            routes: the rows of routes that are copied with blocks; its memory is one of the tensors of the items.
             send: called with the result of each transfer, in any thread.
         """
-        self._sender, self._receiver, self._send = sender, receiver, send
+        self._sender, self._receiver, self._routes, self._send = sender, receiver, routes, send
         self._receiving: dict[int, Cancellation] = {}  # by number of the transfer
         self._of_store: _Queue | None = None
         self._received: _Queue | None = None
         if store is not None:
-            self._of_store = _Queue(lambda transfer, _: store.run(transfer), send, 1)
+            self._of_store = _Queue(lambda transfer, _: self._with_routes(transfer, store.run(transfer)), send, 1)
         if receiver is not None:
             self._received = _Queue(self._receive, send, NUM_RECEIVING_THREADS)
 
     def submit(self, transfer: Transfer) -> None:
+        if self._routes is not None and isinstance(transfer, StoreTransfer | KeepItems) and transfer.routes:
+            self._routes.write_blocks(transfer.places, transfer.routes)
         match transfer:
             case StoreTransfer():
                 assert self._of_store is not None
@@ -76,9 +82,16 @@ class Transfers:
     def _receive(self, transfer: ReceiveItems, submitted: float) -> TransferResult:
         assert self._receiver is not None
         try:
-            return self._receiver.run(transfer, submitted, self._receiving[transfer.number])
+            received = self._receiver.run(transfer, submitted, self._receiving[transfer.number])
+            return self._with_routes(transfer, received)
         finally:
             del self._receiving[transfer.number]
+
+    def _with_routes(self, transfer: StoreTransfer | ReceiveItems, result: TransferResult) -> TransferResult:
+        """Return the result of a transfer with the routes of the blocks that it has written to the cache."""
+        if self._routes is None or (isinstance(transfer, StoreTransfer) and not transfer.is_load):
+            return result
+        return msgspec.structs.replace(result, routes=self._routes.read_blocks(transfer.places[: result.num_copied]))
 
 
 class _Queue:

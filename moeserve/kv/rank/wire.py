@@ -9,14 +9,8 @@ Nothing is encrypted, and nothing after the proofs is authenticated.
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import ipaddress
-import secrets
-import socket
-import time
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -26,15 +20,12 @@ from moeserve.addresses import address_on
 from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
-from moeserve.processes.channel import LENGTH, frame
-from moeserve.processes.proof import NONCE_BYTES, proof
+from moeserve.processes.peer_connection import SECONDS_OF_SILENCE
 from moeserve.protocol import CachePlace
 
 MIN_KEY_CHARACTERS = 16
-MAX_MESSAGE_BYTES = 2**20
 # A receiver may claim items before the sender knows the handle: a rank in a step handles `KeepItems` only afterwards.
-SECONDS_TO_BE_KEPT = 10.0
-SECONDS_OF_SILENCE = SECONDS_TO_BE_KEPT + 5.0
+SECONDS_TO_BE_KEPT = SECONDS_OF_SILENCE - 5.0
 
 
 class TensorShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,13 +107,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     nixl: NixlShare | None = None  # set if the items must be read by NIXL
 
 
-T = TypeVar("T")
-
-
-class PeerError(Exception):
-    """The other side of a connection cannot be used."""
-
-
 def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
     """Return the host and port on which a rank listens for other engines. Port 0 is any free port.
 
@@ -169,79 +153,6 @@ def read_key(path: str | None) -> bytes:
             "example those of `openssl rand -hex 32`"
         )
     return key
-
-
-class Connection:
-    """A connection to a rank of another engine. All methods raise OSError or PeerError if the connection fails.
-
-    It also fails if the other side is silent for SECONDS_OF_SILENCE.
-    """
-
-    def __init__(self, connected: socket.socket, deadline: float) -> None:
-        """
-        Args:
-            deadline: time by `time.monotonic` after which nothing is sent or received.
-        """
-        self._socket, self.deadline = connected, deadline
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def prove(self, key: bytes, *, connects: bool) -> None:
-        """Prove that this side knows the key, and require the same proof from the other side.
-
-        The connecting side sends its proof first, so that it gets no proof without knowing the key.
-        """
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self.send(nonce)
-        other = bytes(self.receive(NONCE_BYTES))
-        own_role, other_role = (b"reader", b"sender") if connects else (b"sender", b"reader")
-        own_proof = proof(key, own_role, nonce, other)
-        if connects:
-            self.send(own_proof)
-        expected = proof(key, other_role, other, nonce)
-        if not hmac.compare_digest(self.receive(NONCE_BYTES), expected):
-            raise PeerError("it has another key (kv_transfer_key_file)")
-        if not connects:
-            self.send(own_proof)
-
-    def send(self, data: Any) -> None:
-        self._limit_time()
-        self._socket.sendall(data)
-
-    def receive(self, num_bytes: int) -> bytearray:
-        data = bytearray(num_bytes)
-        self.receive_into(memoryview(data))
-        return data
-
-    def receive_into(self, view: memoryview) -> None:
-        """Fill the view with received bytes."""
-        while view:
-            self._limit_time()
-            num_bytes = self._socket.recv_into(view)
-            if num_bytes == 0:
-                raise PeerError("it has closed the connection")
-            view = view[num_bytes:]
-
-    def send_message(self, message: Any) -> None:
-        self.send(frame(message))
-
-    def receive_message(self, kind: type[T] | Any) -> T:
-        (length,) = LENGTH.unpack(self.receive(LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise PeerError(f"it has sent a message of {length} bytes")
-        try:
-            message: T = msgspec.msgpack.decode(self.receive(length), type=kind)
-        except msgspec.DecodeError as error:
-            raise PeerError(f"it has sent something else than a message: {error}") from None
-        return message
-
-    def close(self) -> None:
-        """Close the connection, even while another thread uses it."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _limit_time(self) -> None:
-        self._socket.settimeout(max(min(self.deadline - time.monotonic(), SECONDS_OF_SILENCE), 0.001))
 
 
 def select_piece(tensor: Tensor, axis: int, first: int, length: int) -> Tensor:

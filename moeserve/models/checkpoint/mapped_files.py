@@ -1,4 +1,4 @@
-"""Reads rows of safetensors files from mapped memory, for engines that read tensors again and again.
+"""Reads rows of safetensors files from mapped memory or elsewhere, for engines that read tensors again and again.
 
 The library's own slices lose some bytes each time (safetensors 0.8), which adds up over thousands of updates.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from moeserve.models.checkpoint.tensors import StoredTensor
 
-_DTYPES = {
+DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -30,21 +31,10 @@ class MappedFiles:
         self._files: dict[Path, tuple[dict[str, int], Tensor]] = {}  # where each tensor begins, and all bytes
 
     def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return a view of rows of a tensor that is not encoded. A scalar has one row.
-
-        Raises:
-            CheckpointError: the tensor has another dtype.
-        """
-        if stored.dtype not in _DTYPES:
-            raise stored.wrong(f"is {stored.dtype}; supported: {', '.join(_DTYPES)}")
+        """Return a view of rows of a tensor. See `rows_of`."""
         starts, bytes_B = self._opened(stored.shard)
-        dtype, row_shape = _DTYPES[stored.dtype], stored.shape[1:]
-        row_bytes = math.prod(row_shape) * dtype.itemsize
-        first = starts[stored.name] + start * row_bytes
-        rows_B = bytes_B[first : first + (stop - start) * row_bytes]
-        if first % dtype.itemsize:
-            rows_B = rows_B.clone()
-        return rows_B.view(dtype).view(stop - start, *row_shape) if stored.shape else rows_B.view(dtype).view(())
+        first = starts[stored.name]
+        return rows_of(stored, start, stop, lambda begin, end: bytes_B[first + begin : first + end])
 
     def _opened(self, path: Path) -> tuple[dict[str, int], Tensor]:
         if path not in self._files:
@@ -59,3 +49,22 @@ class MappedFiles:
             size = path.stat().st_size
             self._files[path] = starts, torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         return self._files[path]
+
+
+def rows_of(stored: StoredTensor, start: int, stop: int, read_bytes: Callable[[int, int], Tensor]) -> Tensor:
+    """Return rows of a tensor that is not encoded. A scalar has one row.
+
+    Args:
+        read_bytes: returns a range of the tensor's bytes.
+
+    Raises:
+        CheckpointError: the tensor has another dtype.
+    """
+    if stored.dtype not in DTYPES:
+        raise stored.wrong(f"is {stored.dtype}; supported: {', '.join(DTYPES)}")
+    dtype, row_shape = DTYPES[stored.dtype], stored.shape[1:]
+    row_bytes = math.prod(row_shape) * dtype.itemsize
+    rows_B = read_bytes(start * row_bytes, stop * row_bytes)
+    if rows_B.storage_offset() % dtype.itemsize:
+        rows_B = rows_B.clone()
+    return rows_B.view(dtype).view(stop - start, *row_shape) if stored.shape else rows_B.view(dtype).view(())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from moeserve.cache_kind import CacheKind
 from moeserve.config.routes import RouteShape
-from moeserve.protocol import RankReport
+from moeserve.protocol import CachePlace, RankReport
 
 
 class RouteStore:
@@ -15,6 +17,9 @@ class RouteStore:
 
     A block's rows are valid as long as its keys and values are. Requests with a cached prefix, or that were preempted,
     therefore find the rows of all their tokens.
+
+    The scheduler of a replica has one. If blocks are copied to a store or to other engines, each rank has another one,
+    which only has the rows of these blocks: they are copied as a part of the block. See `kv/rank/transfers.py`.
     """
 
     def __init__(self, shape: RouteShape, num_blocks: int, block_size: int) -> None:
@@ -43,6 +48,23 @@ class RouteStore:
         """Return the rows of a request's tokens from position `start` to `end` - 1."""
         return self._rows[self._slots(table, start, end)].tobytes()
 
+    @property
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The memory of all rows, as bytes [blocks, bytes of a block]."""
+        return self._rows.view(np.uint8).reshape(len(self._rows) // self._block_size, -1)
+
+    def read_blocks(self, places: Sequence[CachePlace]) -> bytes:
+        """Return the rows of those of these places that are blocks, in order."""
+        return self.blocks[_blocks_of(places)].tobytes()
+
+    def write_blocks(self, places: Sequence[CachePlace], rows: bytes) -> None:
+        """Store rows that `read_blocks` has returned for the same number of blocks."""
+        self.blocks[_blocks_of(places)] = np.frombuffer(rows, np.uint8).reshape(-1, self.blocks.shape[1])
+
     def _slots(self, table: Sequence[int], start: int, end: int) -> list[int]:
         size = self._block_size
         return [table[position // size] * size + position % size for position in range(start, end)]
+
+
+def _blocks_of(places: Sequence[CachePlace]) -> list[int]:
+    return [place.index for place in places if place.kind == CacheKind.BLOCK]
