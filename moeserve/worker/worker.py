@@ -150,7 +150,6 @@ class Worker:
         self._transfers: Transfers | None = None  # set by `start_transfers`
         address, other_groups = self._sender.address if self._sender else "", self._other_groups(config, model)
         self.facts = Loaded(self.num_blocks, store_facts, address, other_groups, loaded.file_hashes)
-        self._reports_state = config.failure.debug_rank_state
         self._begin()
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
             (logger.warning if config.compute.device == "cpu" else logger.info)(note)
@@ -356,7 +355,9 @@ class Worker:
             )
 
         self._previous = PendingRound(agreement, step, finish)
-        if self._reports_state or self._previous.is_done:  # a report is of the table before the next plan changes it
+        if (
+            self.config.failure.debug_rank_state or self._previous.is_done
+        ):  # a report is of the table before the next plan changes it
             self._previous.finish()
         return self._previous
 
@@ -390,9 +391,9 @@ class Worker:
             return self._loaded.updates.run(command)
 
     def _reports(self, plan: StepPlan | None, step: PendingStep | None) -> list[RankReport]:
-        if plan is None or not (self._reports_state or self.runner.routes):
+        if plan is None or not (self.config.failure.debug_rank_state or self.runner.routes):
             return []
-        digests = self.runner.table.digests(plan.slots) if self._reports_state else []
+        digests = self.runner.table.digests(plan.slots) if self.config.failure.debug_rank_state else []
         return [RankReport(self.groups.rank, digests, None if step is None else step.routes)]
 
     def _start_step(
