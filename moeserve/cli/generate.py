@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from typing import Any
 
 from moeserve.cli.parser import Parser, add_engine_flags, add_flags, engine_settings, given, reader
@@ -79,6 +80,8 @@ def run(options: argparse.Namespace) -> None:
     from moeserve import LLM  # imports torch
 
     with LLM(**settings) as llm:
+        if not (llm.has_chat_template or options.raw):
+            print("moeserve: the model has no chat template, so prompts are sent as they are (--raw)", file=sys.stderr)
         params = dataclasses.replace(llm.get_default_sampling_params(), **sampling)
         for text in options.prompt:
             prompt = text

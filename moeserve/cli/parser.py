@@ -258,7 +258,10 @@ def add_kv_cache_dtype(command: Parser) -> None:
 def add_model(command: Parser) -> None:
     """Add the argument for a model whose weights are not read, and the flags for models in a hub."""
     command.add_argument(
-        "model", metavar="MODEL", help="checkpoint folder, GGUF file, or OWNER/NAME in a hub; weights are not needed"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="checkpoint folder, GGUF file, or OWNER/NAME in a hub; weights are not needed; none: the default model",
     )
     add_hub(command)
 
@@ -271,9 +274,12 @@ def add_hub(command: Parser) -> None:
 
 
 def files_of(options: argparse.Namespace) -> ModelFiles:
-    """Return the files of the model that `add_model` reads."""
+    """Return the files of the model that `add_model` reads. Without one, set `options.model` to the default model."""
+    from moeserve.api.default_model import default_model
     from moeserve.models.checkpoint.model_files import find_model  # imports torch
 
+    if options.model is None:
+        options.model = str(default_model())
     return find_model(options.model, revision=options.revision, download_dir=options.download_dir)
 
 

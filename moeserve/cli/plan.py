@@ -15,7 +15,7 @@ from moeserve.planner.settings import Assumptions
 
 
 def add_arguments(command: Parser) -> None:
-    command.usage = "moeserve plan MODEL [flags]"
+    command.usage = "moeserve plan [MODEL] [flags]"
     add_cluster(command)
     command.add_argument("--tp", type=reader(int), help="show only the layout with this tp, ranks and formulas")
     group = command.add_argument_group("Placement of experts")

@@ -16,7 +16,7 @@ from moeserve.planner.settings import Assumptions, ClusterSize, ExpertSettings, 
 
 
 def add_arguments(command: Parser) -> None:
-    command.usage = "moeserve simulate MODEL --hardware NAME [flags]"
+    command.usage = "moeserve simulate [MODEL] --hardware NAME [flags]"
     add_cluster(command)
     command.add_argument("--tp", type=reader(int), default=1, help="ranks of each replica (default: 1)")
     command.add_argument(

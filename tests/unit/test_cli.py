@@ -149,6 +149,16 @@ def test_the_default_model_is_not_made_for_a_command_line_that_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"), [(["inspect"], "family      Mixtral"), (["plan", "--ranks", "3"], "4 experts in a layer")]
+)
+def test_the_default_model_is_described_if_none_is_named(
+    arguments: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 0
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "model", "prompts"),
     [
         (["question"], None, ["question"]),
