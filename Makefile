@@ -29,7 +29,7 @@ FETCH_SCHEMA_SUITE := $(VENV)/bin/python tests/unit/json_schema_suite.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel dist docs check-deployment try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
+.PHONY: help setup demo demo-ray wheel dist dist-arm64 check-dist docs check-deployment try-wheel tokenizers schema-suite test test-slow test-all test-clients test-avx2 \
 	test-arm64 soak check lint types layers documents package bench bench-gpu gpu-env gpu-kit clean distclean
 .DEFAULT_GOAL := help
 
@@ -38,6 +38,7 @@ help:
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
 	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: install the wheel and ask it a question"
 	@echo "make dist    build them, also for other versions of Python, and check them as a package index does"
+	@echo "make dist-arm64   also wheels for 64-bit ARM, cross-compiled (Debian on x86-64)"
 	@echo "make docs    build the documents as a site in build/site, which needs no network to read"
 	@echo "make check-deployment   check the files of examples/deployment"
 	@echo "make test    run the tests"
@@ -86,6 +87,11 @@ dist: wheel
 			build cmake nanobind ninja scikit-build-core; \
 		rm -rf build/wheel; build/wheel-env/bin/python -m build --no-isolation --wheel --outdir build/wheel; \
 		PATH="$(BIN):$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl; done
+	@$(MAKE) --no-print-directory check-dist
+
+# And wheels for 64-bit ARM, cross-compiled on Debian for x86-64.
+dist-arm64: dist
+	release/arm64_wheels.sh
 	@$(MAKE) --no-print-directory check-dist
 
 check-dist: $(DIST_TOOLS)/.installed
