@@ -81,11 +81,12 @@ class Rollouts:
         logprobs: list[list[float]],
     ) -> None:
         """Note the largest difference from the log-probabilities of the trainer's own forward pass."""
+        sequences = [torch.tensor([*prompt, *more]) for prompt, more in zip(prompt_ids, completion_ids, strict=True)]
+        padded_BT = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # attention is causal
+        own_BTV = (trainer.model(padded_BT).logits / trainer.args.temperature).log_softmax(-1)
         largest = 0.0
-        for prompt, completion, sampled in zip(prompt_ids, completion_ids, logprobs, strict=True):
-            logits_TV = trainer.model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-            own_TV = (logits_TV / trainer.args.temperature).log_softmax(-1)
-            own_T = own_TV[range(len(completion)), completion]
+        for own_TV, prompt, completion, sampled in zip(own_BTV, prompt_ids, completion_ids, logprobs, strict=True):
+            own_T = own_TV[len(prompt) - 1 :][range(len(completion)), completion]
             largest = max(largest, (own_T - torch.tensor(sampled)).abs().max().item())
         self._checks.differences.append(largest)
 
