@@ -261,16 +261,19 @@ def ready_of(loaded: Sequence[Loaded], epoch: int = 0) -> Ready:
     return Ready(loaded[0].num_blocks, loaded[0].file_hashes, epoch)
 
 
-def new_replica(config: EngineConfig, loaded: Sequence[Loaded], index: int = 0) -> Replica:
+def new_replica(
+    config: EngineConfig, loaded: Sequence[Loaded], index: int = 0, scheduler: Scheduler | None = None
+) -> Replica:
     """Return the loop of a replica without requests.
 
     Args:
         loaded: as for `new_scheduler`.
         index: index of the replica.
+        scheduler: one without requests, whose cached prefixes the ranks have; None: a new one.
     """
     fitted = fit_to_cache(config, loaded[0].num_blocks)
     return Replica(
-        new_scheduler(fitted, loaded),
+        scheduler or new_scheduler(fitted, loaded),
         index=index,
         num_replicas=fitted.parallel.data_parallel_size,
         max_rounds=fitted.schedule.max_concurrent_batches,

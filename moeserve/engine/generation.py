@@ -75,16 +75,19 @@ class Generation:
             return False
         if self.group.has_failed:  # a replica that was ready before the others
             return False
-        self.lost.clear()
         num_replicas = len(self.group.replicas)
         self.replica_stats = [stats_at_start(self.num_blocks)] * num_replicas
-        self.router = DPRouter(
-            num_replicas,
-            self.num_blocks,
-            self.config.cache.block_size,
-            enable_prefix_caching=self.config.cache.enable_prefix_caching,
-            salt=secrets.token_bytes(32),
-        )
+        if self.epoch:
+            self.router = self.router.restarted([None if each in self.lost else each for each in range(num_replicas)])
+            self.lost.clear()
+        else:
+            self.router = DPRouter(
+                num_replicas,
+                self.num_blocks,
+                self.config.cache.block_size,
+                enable_prefix_caching=self.config.cache.enable_prefix_caching,
+                salt=secrets.token_bytes(32),
+            )
         return True
 
     def note_fault(self, replica: int, message: ReplicaFaulted) -> None:

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from moeserve.addresses import StoreAddress, is_loopback
 from moeserve.config.engine_config import EngineConfig
+from moeserve.engine.base import new_replica
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import FromReplica, ToReplica
 from moeserve.engine.replica_process import serve
@@ -54,7 +55,7 @@ class EngineActor(ActorProcess):
                 starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]
                 executor = RayExecutor(starts, ranks, show_progress=show_progress)
                 self._is_serving = True
-                serve(channel, starts[0], executor)
+                serve(channel, starts[0], executor, new_replica(starts[0].config, executor.loaded, starts[0].dp_index))
                 executor.shutdown()
         finally:
             self._exit()  # no process waits for the result of this call

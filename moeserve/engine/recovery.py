@@ -33,7 +33,7 @@ class Recovery:
     2. Failed engine processes are started again. All others receive `Recover`: they kill their failed ranks, start new
        ones, and let all others close their connections, so that every rank leaves its step.
     3. All ranks meet at a new store. Those that are new load the model meanwhile.
-    4. Each replica sends `Ready` with an empty scheduler, and the engine sends all requests again with their tokens.
+    4. Each replica sends `Ready` without requests, and the engine sends all requests again with their tokens.
 
     A failure during 2 to 4 begins again at 2: the store is closed, so ranks that wait there fail.
     """
@@ -174,6 +174,7 @@ class Recovery:
             end_all(left_out)
             group.replicas[:] = [group.replicas[index] for index in survivors]
             generation.config, generation.lost, ended = config, set(), set()
+            generation.router = generation.router.restarted(survivors)
             lost_ranks = [[] for _ in survivors]
         generation.epoch += 1
         group.starter.begin_epoch(config, survivors)

@@ -20,6 +20,7 @@ from moeserve.processes.failures import FailureReport, report_of
 from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all
 from moeserve.protocol import Delivery, ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.replica import Replica
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.worker.protocol import RankStart, Rejoin
 
 # The longest sleep of an idle replica between agreements with the other replicas, in seconds.
@@ -61,13 +62,17 @@ def serve_epochs(
     """
     has_loaded = first_rank.epoch > 0
     joining: set[int] = set()  # indices of ranks that were started in this epoch, until all have loaded
+    scheduler: Scheduler | None = None  # of the last epoch, whose cached prefixes all ranks have
     while True:
         try:
             # Before the first epoch is ready, the user's process sends nothing.
             interrupt = (channel.fileno(), lambda: _require_no_order(channel)) if has_loaded else None
             executor = MultiprocExecutor(ranks, first_rank.config, first_rank.epoch, interrupt)
-            has_loaded, joining = True, set()
-            serve(channel, first_rank, executor)
+            replica = new_replica(
+                first_rank.config, executor.loaded, first_rank.dp_index, None if joining else scheduler
+            )
+            has_loaded, joining, scheduler = True, set(), replica.scheduler
+            serve(channel, first_rank, executor, replica)
             executor.shutdown()
             return
         except RecoveryOrdered as ordered:
@@ -79,6 +84,8 @@ def serve_epochs(
             channel.send(ReplicaFaulted(first_rank.epoch, reports, any(rank.has_ended for rank in ranks)))
             order = _next_order(channel)
         first_rank = order.start
+        if scheduler is not None:
+            scheduler.start_again()
         # A rank that has not loaded fails because the store where it was to meet the others is closed.
         numbers = enumerate(first_rank.numbers_of_replica)
         joining |= {index for index, number in numbers if ranks[index].has_ended or number in order.lost}
@@ -125,7 +132,7 @@ def _replace(
             ranks[index].channel.send(Rejoin(first.of_rank(number)))
 
 
-def serve(channel: Channel[ToReplica], start: RankStart, executor: Executor) -> None:
+def serve(channel: Channel[ToReplica], start: RankStart, executor: Executor, replica: Replica) -> None:
     """Report that the model is loaded, and serve until all replicas have agreed to shut down.
 
     Args:
@@ -136,7 +143,6 @@ def serve(channel: Channel[ToReplica], start: RankStart, executor: Executor) -> 
         RecoveryOrdered: ranks of this or of another replica must be replaced first.
     """
     config = start.config
-    replica = new_replica(config, executor.loaded, start.dp_index)
     channel.send(ready_of(executor.loaded, start.epoch))
     client = ClientConnection(channel, config.schedule.max_concurrent_batches)
     drive(replica, client, executor, config.failure.step_timeout, config.failure.load_timeout)

@@ -142,6 +142,10 @@ class Replica:
         self._load_answers_request = False
         self._load: LoadWindow | None = None  # for the next `Delivery`
 
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
+
     def run(self) -> Generator[Effect, Any, None]:
         """Yield effects, and receive their answers, until all replicas agree to shut down.
 

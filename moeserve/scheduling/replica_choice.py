@@ -43,6 +43,10 @@ class PrefixIndex:
                 return levels[::-1]
         return [(len(digests), remaining), *levels[::-1]] if digests else []
 
+    def of(self, replica: int) -> list[bytes]:
+        """Return the blocks of a replica, the most recently used first."""
+        return [*reversed(self._recent[replica])]
+
     def remember(self, replica: int, digests: Sequence[bytes]) -> None:
         """Add a prompt. Its tail is evicted first, because it could not be found without the head."""
         recent, bit = self._recent[replica], 1 << replica
@@ -72,7 +76,7 @@ class DPRouter:
             num_blocks: KV cache blocks of each replica.
             salt: secret that is mixed into the digests of prompts, so that a client cannot construct a collision.
         """
-        self._block_size = block_size
+        self._num_blocks, self._block_size, self._enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self._compares_prefixes = enable_prefix_caching and num_replicas > 1
         self._salt = salt
         self._states = [_ReplicaState(num_blocks) for _ in range(num_replicas)]
@@ -80,6 +84,24 @@ class DPRouter:
         self._prefixes = PrefixIndex(num_replicas, num_blocks)
         self._used: set[int] = set()
         self._sent: dict[str, _SentRequest] = {}
+
+    def restarted(self, kept: Sequence[int | None]) -> DPRouter:
+        """Return a router without requests, for replicas that start again.
+
+        Args:
+            kept: for each replica, the index so far of the one whose prefix cache it has; None: its cache is empty.
+        """
+        router = DPRouter(
+            len(kept),
+            self._num_blocks,
+            self._block_size,
+            enable_prefix_caching=self._enable_prefix_caching,
+            salt=self._salt,
+        )
+        for index, before in enumerate(kept):
+            if before is not None:
+                router._prefixes.remember(index, self._prefixes.of(before))
+        return router
 
     @property
     def num_used(self) -> int:

@@ -200,6 +200,14 @@ class Scheduler:
         """End every request. Results of plans in flight must still be committed, and are dropped."""
         return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
 
+    def start_again(self) -> None:
+        """Forget all requests and plans, whose results will not come. Cached prefixes stay, and totals are zero."""
+        self.abort_all()
+        while self._plans:
+            self._plans.abort()
+        self._holds = False
+        self.num_preemptions, self._plans.speculation = 0, SpeculationTotals()
+
     def hold(self) -> None:
         """Let requests that are added from now on wait until `release`."""
         self._holds = True

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from scenario import BLOCK_SIZE, END_TOKEN, HEARTBEAT_S, MAX_MODEL_LEN, InvariantViolation, sampled_token, whole_output
 from simulated_processes import BUFFER_BYTES, SimulatedProcess
@@ -85,6 +85,14 @@ Fault: TypeAlias = Literal[
 Reload: TypeAlias = Literal["well", "slow", "fails once", "hangs once"]  # loading after a failure
 
 
+class Point(NamedTuple):
+    """A moment at which a rank is killed."""
+
+    epoch: int
+    replica: int
+    round: int  # -1: before it joins the others
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineScenario:
     """Everything that determines a run. Times are virtual seconds."""
@@ -101,6 +109,7 @@ class EngineScenario:
     abort_share: float = 0.2
     bad_share: float = 0.1  # requests that cannot be encoded
     num_pauses: int = 0  # each followed by a resume
+    kills: frozenset[Point] = frozenset()  # where ranks are killed, besides the fault
 
     @classmethod
     def drawn(cls, seed: int) -> EngineScenario:
@@ -321,14 +330,26 @@ class _Rank:
             self._channel.send(Faulted(self._epoch, report_of(error, self._process.name)))
 
     def _join(self, epoch: int, store: StoreAddress) -> None:
-        self._epoch, self._ranks = epoch, self._simulation.ranks[store.key]
+        self._epoch, self._ranks, self._number = epoch, self._simulation.ranks[store.key], -1
+        self._may_be_killed()
         self._ranks.join(self._start.rank, self._process)
         self._table = RequestTable(self._start.config.schedule.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE)
         self._number, self._is_out_of_step = 0, False
         self._channel.send(Loaded(NUM_BLOCKS, epoch=epoch))
 
+    def _may_be_killed(self) -> None:
+        """End this process if it is at a point where it is to be killed. Each point counts once."""
+        point, simulation = Point(self._epoch, self._start.rank, self._number), self._simulation
+        if point in simulation.kills:
+            simulation.kills.discard(point)
+            simulation.num_killed += 1
+            simulation.fault_at = simulation.world.now
+            self._process.kill()
+            simulation.world.wait(lambda: False)
+
     def _execute(self, message: Round) -> None:
         simulation, replica = self._simulation, self._start.rank
+        self._may_be_killed()
         if simulation.raises_in == replica:
             simulation.raises_in = None
             simulation.fault_at = simulation.world.now
@@ -349,6 +370,8 @@ class _EngineSimulation:
         self.engines: list[SimulatedProcess] = []  # of the newest group
         self.num_groups = self.num_released = self.num_loads = 0  # loads of ranks
         self.has_hung = False  # while it loaded
+        self.kills = set(scenario.kills)
+        self.num_killed = 0
         self.ranks: dict[str, _Ranks] = {}  # by store
         self.raises_in: int | None = None  # the replica whose rank fails in its next step
         self.fault_at: float | None = None
@@ -478,6 +501,12 @@ class _EngineSimulation:
         if scenario.fault == "none" or scenario.on_failure != "end":
             self.check_idle()
         is_seen = scenario.fault in ("kill rank", "raise", "kill engine") and self.fault_at is not None
+        if scenario.kills:
+            # One that was about to join is replaced too if another one fails meanwhile.
+            num_most = self.num_killed + any(point.round < 0 for point in scenario.kills)
+            num_loads = self.num_loads - scenario.num_replicas
+            is_kept = self.num_groups == 1 and self.num_killed <= num_loads <= num_most
+            self.require(is_kept, "survivors", f"{self.num_groups} groups, {num_loads} loads, {self.num_killed} kills")
         if scenario.on_failure == "recover" and is_seen and scenario.reload == "well" and self.version == 0:
             is_only_one = (self.num_groups, self.num_loads - scenario.num_replicas) <= (1, 1)
             self.require(is_only_one, "survivors", f"{self.num_groups} groups, {self.num_loads} loads")

@@ -169,6 +169,28 @@ def test_an_idle_engine_recovers_with_the_next_request(reference: Reference) -> 
         assert_replaced(before, {1})
 
 
+@pytest.mark.slow_but("recover-mixtral", "shrink-mixtral")
+@pytest.mark.parametrize("name", ["mixtral", "jamba"])  # the second has recurrent states
+@pytest.mark.parametrize("on_failure", ["recover", "shrink"])
+def test_survivors_keep_their_cached_prefixes(
+    reference_named: Callable[[str], Reference], name: str, on_failure: str
+) -> None:
+    reference = reference_named(name)
+    prompts = reference.prompts(*range(66, 74))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(reference.folder, data_parallel_size=3, **SETTINGS | dict(on_failure=on_failure)) as llm:
+        before = llm.generate(prompts, params, use_tqdm=False)
+        lost = ranks_by_number()[1]
+        lost.kill()
+        assert_gone([lost])
+        after = llm.generate(prompts, params, use_tqdm=False)
+        fresh = llm.generate(reference.prompts(70, seed=9), params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in after] == [each.outputs[0].token_ids for each in before]
+    hits = [each.num_cached_tokens > 0 for each in after]
+    assert 0 < sum(hits) < len(hits)  # the prompts of the lost replica are computed again
+    assert fresh[0].num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("action", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_during_a_recovery_is_replaced_too(
     reference: Reference, plant: Callable[..., Planted], caplog: pytest.LogCaptureFixture, action: str

@@ -1,0 +1,60 @@
+"""Recoveries with one bug each, which every search over two killed ranks must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from moeserve.engine import engine, recovery
+from moeserve.engine.hang_watch import Finding
+from moeserve.engine.recovery import Recovery
+from moeserve.processes.failures import FailureReport
+from moeserve.processes.supervision import wait_for_messages
+from moeserve.scheduling.scheduler import Scheduler
+
+
+class OverlooksFurtherFailures(Recovery):
+    """It waits for ranks that have failed during the recovery."""
+
+    def _wait(self, is_cancelled: Callable[[], bool]) -> tuple[Finding | None, FailureReport | None]:
+        while not self._generation.take_ready():
+            wait_for_messages(self._generation.group.members, 1.0)
+        return None, None
+
+
+class KeepsTheEpoch(Recovery):
+    """Messages of the round that was aborted count in the next epoch."""
+
+    def _begin(self, guilty: Sequence[int], *, leaves_out: bool) -> None:
+        self._generation.epoch -= 1
+        super()._begin(guilty, leaves_out=leaves_out)
+
+
+def run_requests_twice(patch: pytest.MonkeyPatch) -> None:
+    """Schedulers of survivors keep the requests that are sent again."""
+    patch.setattr(Scheduler, "start_again", lambda self: None)
+
+
+def give_up_after_one_attempt(patch: pytest.MonkeyPatch) -> None:
+    """A further failure during a recovery starts all ranks again."""
+    patch.setattr(recovery, "MAX_ATTEMPTS", 1)
+
+
+def overlook_further_failures(patch: pytest.MonkeyPatch) -> None:
+    """See `OverlooksFurtherFailures`."""
+    patch.setattr(engine, "Recovery", OverlooksFurtherFailures)
+
+
+def keep_the_epoch(patch: pytest.MonkeyPatch) -> None:
+    """See `KeepsTheEpoch`."""
+    patch.setattr(engine, "Recovery", KeepsTheEpoch)
+
+
+PLANTED_IN_RECOVERY: list[Any] = [
+    run_requests_twice,
+    give_up_after_one_attempt,
+    overlook_further_failures,
+    keep_the_epoch,
+]
