@@ -28,6 +28,15 @@ class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or f"{self.host}:{self.port}"
 
 
+class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the agent of another host listens, which starts ranks there. See `executor/hosts/agent.py`."""
+
+    number: int  # of the host, from 1
+    host: str
+    port: int
+    key: str  # secret, hexadecimal
+
+
 def own_addresses() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one, keyed by the interface's name."""
     addresses = {}

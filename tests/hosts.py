@@ -18,6 +18,7 @@ import struct
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -86,10 +87,14 @@ class Host:
 
     def kill(self, part: str) -> int:
         """Kill the processes whose command line contains `part`. Return their number."""
+        return self.signal(part, signal.SIGKILL)
+
+    def signal(self, part: str, number: int) -> int:
+        """Send a signal to the processes whose command line contains `part`. Return their number."""
         victims = [pid for pid, command in self.processes().items() if part in command]
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
         return len(victims)
 
     def link(self, state: str) -> None:
@@ -128,12 +133,17 @@ def hosts(count: int) -> Iterator[list[Host]]:
 class LossyCable:
     """A cable between two hosts, 10.78.0.1 and 10.78.0.2, that loses packets at random."""
 
-    def __init__(self, ends: Sequence[Host], loss: float) -> None:
+    ADDRESSES = ("10.78.0.1", "10.78.0.2")
+
+    def __init__(self, ends: Sequence[Host], loss: float = 0.0, delay_s: float = 0.0) -> None:
         """
         Args:
             loss: share of the packets that are lost.
+            delay_s: time that a packet takes.
         """
+        self.is_cut = False  # all packets are lost
         self.num_passed = self.num_lost = 0
+        self._delay_s = delay_s
         self._chance, self._loss = random.Random(0), loss
         self._devices = [self._connect(host, number) for number, host in enumerate(ends, start=1)]
         self._closed, self._closing = os.pipe()
@@ -151,16 +161,21 @@ class LossyCable:
         for fd in (*self._devices, self._closed):
             poll.register(fd, select.POLLIN)
         other = dict(zip(self._devices, reversed(self._devices), strict=True))
+        under_way: deque[tuple[float, int, bytes]] = deque()  # when and where packets arrive
         while True:
-            for fd, _ in poll.poll():
+            timeout_ms = max(0.0, under_way[0][0] - time.monotonic()) * 1000 if under_way else None
+            for fd, _ in poll.poll(timeout_ms):
                 if fd == self._closed:
                     return
                 packet = os.read(fd, 2**16)
-                if self._chance.random() < self._loss:
+                if self.is_cut or self._chance.random() < self._loss:
                     self.num_lost += 1
                 else:
                     self.num_passed += 1
-                    os.write(other[fd], packet)
+                    under_way.append((time.monotonic() + self._delay_s, other[fd], packet))
+            while under_way and under_way[0][0] <= time.monotonic():
+                _, fd, packet = under_way.popleft()
+                os.write(fd, packet)
 
     @staticmethod
     def _connect(host: Host, number: int) -> int:

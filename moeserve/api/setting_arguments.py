@@ -192,6 +192,16 @@ class SettingArguments(TypedDict, total=False):
     network_interface: PathLike[str] | str | None
     """with Ray: interface (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses (a text or None;
     default: None)."""
+    nnodes: int
+    """hosts without Ray, which have the same number of ranks (an integer from 1 to 2**31 - 1; default: 1)."""
+    node_rank: int
+    """number of this host; 0 has the engine, and all others run ranks for it (an integer from 0; default: 0)."""
+    master_addr: PathLike[str] | str | None
+    """with nnodes: HOST or HOST:PORT where the host with node_rank=0 listens (a text or None; default: None)."""
+    master_port: int
+    """port, if master_addr names none (an integer from 1 to 65535; default: 29501)."""
+    cluster_key_file: PathLike[str] | str | None
+    """with nnodes: file with a key that all hosts share (a text or None; default: None)."""
     expert_parallel: Literal["auto"] | bool
     """true: experts over all ranks of all replicas; false: each rank of a single replica holds a slice of every
     expert; auto: slices, if a cost formula finds them faster (one of 'auto' or True or False; default: 'auto')."""
@@ -360,8 +370,6 @@ class SettingArguments(TypedDict, total=False):
     mm_processor_cache_gb: Any
     mm_processor_kwargs: Any
     model_loader_extra_config: Any
-    nnodes: Any
-    node_rank: Any
     num_gpu_blocks_override: Any
     num_lookahead_slots: Any
     offload_backend: Any

@@ -26,6 +26,8 @@ from moeserve.engine.base import EngineClient
 from moeserve.engine.engine import Engine
 from moeserve.engine.launcher import Launcher
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
+from moeserve.executor.hosts.options import host_options
+from moeserve.executor.hosts.pool import HostPool
 from moeserve.layers.moe.placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
 from moeserve.models import registry
@@ -104,7 +106,7 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         telemetry = dataclasses.replace(settings.telemetry, expert_load_window=DEFAULT_LOAD_WINDOW)
         settings = dataclasses.replace(settings, telemetry=telemetry)
     with contextlib.ExitStack() as cleanup:
-        cluster = _find_cluster(settings.parallel)
+        cluster = _find_hosts(settings.parallel)
         if cluster is not None:
             cleanup.callback(cluster.close)
         config = _resolve(settings, facts, cluster)
@@ -163,7 +165,7 @@ def _find_tokenizer(model: ModelSettings) -> tuple[str | None, HubModel | None]:
     return str(folder), hub_model
 
 
-def _resolve(settings: Settings, facts: CheckpointFacts, cluster: Cluster | None) -> EngineConfig:
+def _resolve(settings: Settings, facts: CheckpointFacts, cluster: Cluster | HostPool | None) -> EngineConfig:
     return resolve(
         settings,
         facts,
@@ -174,12 +176,16 @@ def _resolve(settings: Settings, facts: CheckpointFacts, cluster: Cluster | None
 
 
 def _config_of(
-    num_replicas: int, config: EngineConfig, settings: Settings, facts: CheckpointFacts, cluster: Cluster | None
+    num_replicas: int,
+    config: EngineConfig,
+    settings: Settings,
+    facts: CheckpointFacts,
+    cluster: Cluster | HostPool | None,
 ) -> EngineConfig:
     """Return the config of an engine with the same settings, but another number of replicas.
 
     Args:
-        config: the config of the first start. Ranks stay on its executor; in a Ray cluster, also its number of threads.
+        config: the config of the first start. Ranks stay on its executor; on several hosts, also its number of threads.
 
     Raises:
         SettingsError: the checkpoint, the machine or another setting does not allow this number.
@@ -234,7 +240,7 @@ def open_session(engine: EngineClient, observer: LoadObserver, texts: TextParts)
     return Session(engine, frontend, observer, max_requests=lambda: engine.config.max_requests_in_flight)
 
 
-def _machine_facts(cluster: Cluster | None) -> MachineFacts:
+def _machine_facts(cluster: Cluster | HostPool | None) -> MachineFacts:
     return MachineFacts(
         has_cuda=torch.cuda.is_available(),
         num_cores=usable_cores(),
@@ -244,8 +250,31 @@ def _machine_facts(cluster: Cluster | None) -> MachineFacts:
         has_triton=has_triton(),
         has_bfloat16=supports_bfloat16_products(),
         has_float8=supports_float8_products(),
-        cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
+        cores_of_nodes=None if cluster is None else cluster.cores_of_nodes(),
     )
+
+
+def _find_hosts(parallel: ParallelSettings) -> Cluster | HostPool | None:
+    """Return the hosts that run the ranks; None if only this one does.
+
+    Raises:
+        SettingsError, EngineError: as `_find_cluster`; other hosts cannot join, or do not.
+    """
+    options = host_options(parallel)
+    if options is None:
+        return _find_cluster(parallel)
+    if options.number:
+        raise SettingsError(
+            f"node_rank={options.number}: only the host with node_rank=0 has the engine; run `moeserve serve` with the "
+            "same nnodes, master_addr and cluster_key_file on the others"
+        )
+    hosts = HostPool(options)
+    try:
+        hosts.wait_for_all()
+    except BaseException:
+        hosts.close()
+        raise
+    return hosts
 
 
 def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
@@ -274,7 +303,9 @@ def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
         return None
 
 
-def _launcher(executor: Literal["uniproc", "mp", "ray"], cluster: Cluster | None, *, show_progress: bool) -> Launcher:
+def _launcher(
+    executor: Literal["uniproc", "mp", "ray"], cluster: Cluster | HostPool | None, *, show_progress: bool
+) -> Launcher:
     """Return what starts the replicas. Its module is imported only here: Ray may not be installed."""
     if executor == "uniproc":
         from moeserve.engine.local_replica import ThreadLauncher
@@ -283,10 +314,11 @@ def _launcher(executor: Literal["uniproc", "mp", "ray"], cluster: Cluster | None
     if executor == "mp":
         from moeserve.engine.process_launcher import ProcessLauncher
 
-        return ProcessLauncher(show_progress=show_progress)
+        assert cluster is None or isinstance(cluster, HostPool)
+        return ProcessLauncher(cluster, show_progress=show_progress)
     from moeserve.engine.ray_launcher import RayLauncher
 
-    assert cluster is not None
+    assert not isinstance(cluster, HostPool | None)
     return RayLauncher(cluster, show_progress=show_progress)
 
 

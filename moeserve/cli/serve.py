@@ -6,7 +6,9 @@ import argparse
 from typing import Any
 
 from moeserve.cli.parser import Parser, add_engine_flags, engine_settings, given
+from moeserve.config.validation import parse_settings
 from moeserve.errors import SettingsError, missing_extra
+from moeserve.executor.hosts.options import host_options
 from moeserve.processes.logs import start_log
 from moeserve.server.settings import RouterSettings, ServerSettings
 
@@ -43,8 +45,13 @@ def run(options: argparse.Namespace) -> None:
     if routes:
         others = [name for name in given(options, ServerSettings) if name not in SETTINGS_OF_ROUTER]
         _require_router(routes, [*others, *engine])
+    hosts = None if routes else host_options(parse_settings(engine).parallel)
     try:
-        if routes:
+        if hosts is not None and hosts.number:
+            from moeserve.executor.hosts.agent import Agent
+
+            Agent(hosts).run()
+        elif routes:
             from moeserve.server.router_server import route
 
             route(settings, RouterSettings(**routes))

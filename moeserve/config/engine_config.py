@@ -135,6 +135,7 @@ class ParallelConfig:
     pipeline_layers: tuple[int, ...]  # number of layers of each stage
     num_ranks_on_host: int | None = None  # that share this rank's host; None: all ranks
     executor: Literal["uniproc", "mp", "ray"]
+    nnodes: int
     ray_compiled_graph: bool
     network_interface: str | None
 

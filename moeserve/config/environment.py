@@ -171,7 +171,7 @@ def environment_of_rank(config: EngineConfig, num_cores: int) -> dict[str, str]:
     if config.parallel.num_ranks > 1 and config.compute.device == "cpu":
         for name in BINDINGS_OF_THREADS:  # they would bind the threads of all ranks to the same cores
             environment.pop(name, None)
-    if config.parallel.num_ranks * config.compute.num_threads > num_cores:
+    if config.parallel.num_sharing_ranks * config.compute.num_threads > num_cores:
         # Threads that wait actively would take cores from threads that compute.
         environment["OMP_WAIT_POLICY"] = "passive"
     return environment

@@ -50,7 +50,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Properties of this host and its installation, or of the Ray cluster that runs the ranks."""
+    """Properties of this host and its installation, or of the hosts that run the ranks."""
 
     num_cores: int  # cores that this process may use
     has_cuda: bool = False
@@ -60,7 +60,7 @@ class MachineFacts:
     has_triton: bool = True
     has_bfloat16: bool = True  # the GPU can multiply bfloat16
     has_float8: bool = True  # the GPU and the installation can multiply 8-bit floats
-    cores_of_nodes: Sequence[int] | None = None  # cores of each node of the Ray cluster; None: ranks run on this host
+    cores_of_nodes: Sequence[int] | None = None  # cores of each of several hosts; None: ranks run on this host
 
 
 def from_settings(part: type[Part], settings: object, **resolved: Any) -> Part:

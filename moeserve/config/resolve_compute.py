@@ -39,7 +39,7 @@ def resolve_compute(
         product_backend=product if model.product_backend == "auto" else model.product_backend,
         enforce_eager=settings.scheduler.enforce_eager or model.model_impl == "transformers",
         num_threads=parallel.num_threads or threads_per_rank(machine.cores_of_nodes or (machine.num_cores,), parallel),
-        numa_binding=parallel.numa_binding and layout.executor == "mp" and not facts.on_gpu,
+        numa_binding=parallel.numa_binding and layout.executor == "mp" and layout.nnodes == 1 and not facts.on_gpu,
     )
 
 

@@ -35,7 +35,7 @@ def resolve_parallel(parallel: ParallelSettings, facts: Facts) -> ParallelConfig
 
 def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:
     """Return True if Ray should run the ranks. `MachineFacts.cores_of_nodes` must then be set."""
-    if parallel.executor == "auto" and parallel.num_ranks > 1:
+    if parallel.executor == "auto" and parallel.num_ranks > 1 and parallel.nnodes == 1:
         return is_inside_ray() or parallel.num_ranks > _most_ranks(num_cores)
     return parallel.executor == "ray"
 
@@ -116,6 +116,8 @@ def _most_ranks(num_cores: int) -> int:
 def threads_per_rank(cores_of_nodes: Sequence[int], parallel: ParallelSettings) -> int:
     """Return the maximum number of threads per rank, at least 1, if possible without dividing replicas or stages."""
     tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
+    if parallel.nnodes > 1:
+        return max(1, min(cores_of_nodes) * parallel.nnodes // parallel.num_ranks)
     for size, count in ((tp * pp, dp), (tp, pp * dp), (1, parallel.num_ranks)):
         for num_threads in range(max(cores_of_nodes), 0, -1):
             if fit_whole(cores_of_nodes, num_threads, size, count):
@@ -128,11 +130,34 @@ def _choose_executor(
 ) -> Literal["uniproc", "mp", "ray"]:
     if parallel.executor != "auto":
         return parallel.executor
+    if parallel.nnodes > 1:
+        return "mp"
     if cores_of_nodes is not None:
         return "ray"
     if parallel.num_ranks == 1 and parallel.on_failure in ("auto", "end"):
         return "uniproc"
     return "mp"
+
+
+def _check_hosts(parallel: ParallelSettings, facts: Facts) -> None:
+    """Raise SettingsError for a layout that cannot run on several hosts without Ray."""
+    num_ranks, num_hosts = parallel.num_ranks, parallel.nnodes
+    if facts.on_gpu or parallel.executor not in ("auto", "mp"):
+        raise SettingsError(
+            f"nnodes={num_hosts} runs ranks on CPUs, in processes: use device='cpu' and leave out executor, or use "
+            "`moeserve launch`, which has Ray"
+        )
+    if num_ranks % num_hosts:
+        raise SettingsError(
+            f"{shown_layout(parallel)} has {num_ranks} rank{'s' * (num_ranks > 1)}, which nnodes={num_hosts} hosts "
+            f"cannot share evenly; use a multiple of {num_hosts}"
+        )
+    cores = min(facts.machine.cores_of_nodes or [facts.machine.num_cores])
+    if num_ranks // num_hosts > (most := _most_ranks(cores)):
+        raise SettingsError(
+            f"{shown_layout(parallel)} has {num_ranks // num_hosts} ranks on each host, but the smallest one has "
+            f"{cores} CPU cores; use at most {most} ranks on each (one per core for speed)"
+        )
 
 
 def _check_layout(parallel: ParallelSettings, facts: Facts) -> None:
@@ -145,6 +170,11 @@ def _check_layout(parallel: ParallelSettings, facts: Facts) -> None:
             f"tensor_parallel_size={tp} does not divide the checkpoint's attention heads; "
             f"use one of {', '.join(map(str, sizes))}"
         )
+    if num_ranks > 1 and parallel.step_timeout <= parallel.collective_timeout:
+        raise SettingsError(
+            f"step_timeout={parallel.step_timeout} is not more than collective_timeout={parallel.collective_timeout}, "
+            "whose error names the rank that is late; raise step_timeout, or lower collective_timeout"
+        )
     if num_ranks > 1 and parallel.executor == "uniproc":
         raise SettingsError(f"executor='uniproc' runs one rank, but {layout} needs {num_ranks}; use executor='mp'")
     if parallel.on_failure in ("restart", "recover", "shrink") and parallel.executor == "uniproc":
@@ -152,6 +182,9 @@ def _check_layout(parallel: ParallelSettings, facts: Facts) -> None:
             f"on_failure={parallel.on_failure!r} starts processes of ranks again, but with executor='uniproc' the rank "
             "runs in this one; use executor='mp'"
         )
+    if parallel.nnodes > 1:
+        _check_hosts(parallel, facts)
+        return
     num_threads = parallel.num_threads or 1
     if nodes is None and num_ranks > (most := _most_ranks(machine.num_cores)):
         raise SettingsError(
@@ -162,11 +195,6 @@ def _check_layout(parallel: ParallelSettings, facts: Facts) -> None:
         raise SettingsError(
             f"{layout} needs {num_ranks} ranks with num_threads={num_threads}, but the nodes of the Ray cluster have "
             f"{', '.join(map(str, nodes))} CPUs, room for {room}; use fewer ranks or threads, or more nodes"
-        )
-    if num_ranks > 1 and parallel.step_timeout <= parallel.collective_timeout:
-        raise SettingsError(
-            f"step_timeout={parallel.step_timeout} is not more than collective_timeout={parallel.collective_timeout}, "
-            "whose error names the rank that is late; raise step_timeout, or lower collective_timeout"
         )
     if facts.on_gpu and num_ranks > 1 and not machine.has_nccl:
         raise SettingsError(f"{layout}: torch {WITHOUT_NCCL}")

@@ -268,6 +268,13 @@ class ParallelSettings:
     network_interface: str | None = setting(
         None, "with Ray: interface (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses"
     )
+    nnodes: PositiveInt = setting(1, "hosts without Ray, which have the same number of ranks")
+    node_rank: Annotated[int, msgspec.Meta(ge=0)] = setting(
+        0, "number of this host; 0 has the engine, and all others run ranks for it"
+    )
+    master_addr: str | None = setting(None, "with nnodes: HOST or HOST:PORT where the host with node_rank=0 listens")
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = setting(29501, "port, if master_addr names none")
+    cluster_key_file: str | None = setting(None, "with nnodes: file with a key that all hosts share")
     expert_parallel: Literal["auto"] | bool = setting(
         "auto",
         "true: experts over all ranks of all replicas; false: each rank of a single replica holds a slice of "

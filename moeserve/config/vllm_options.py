@@ -81,7 +81,7 @@ SETTINGS = {
     **dict.fromkeys(
         (
             *("data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank"),
-            *("data_parallel_size_local", "node_rank", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
+            *("data_parallel_size_local", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
         ),
         _RANKS,
     ),
@@ -92,7 +92,6 @@ SETTINGS = {
         ),
         _NO_CODE,
     ),
-    "nnodes": _setting(_RANKS.why, 1),
     "data_parallel_backend": _setting(_RANKS.why, "mp", "ray"),
     "tokenizer_mode": _setting("the tokenizer is that of the checkpoint's files", "hf", "fast"),
     "config_format": _setting("checkpoints have Hugging Face's layout; use the files of that layout", "hf"),

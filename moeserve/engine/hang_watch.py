@@ -6,10 +6,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from moeserve.processes.failures import FailureReport
-from moeserve.processes.progress_records import Phase, ProgressRecord, ProgressRecords
+from moeserve.processes.progress_records import Phase, ProgressRecord
 
 # Seconds between two looks at the records. A longer pause of the reader counts as twice this time.
 SECONDS_BETWEEN_LOOKS = 0.25
@@ -31,6 +31,12 @@ class HangRule:
     num_rounds: int = 1000
     num_new_rounds: int = 100
     between_looks: float = SECONDS_BETWEEN_LOOKS
+    # Time between two records of a process that runs. From other hosts records come less often than looks.
+    between_records: float = 0.0
+
+
+# The rule for processes that send their records.
+RULE_OF_HOSTS = HangRule(between_looks=0.5, between_records=1.0)
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class _Watched:
         if record.heartbeat == before.heartbeat:
             self.still += seconds
             return
+        seconds += min(self.still, rule.between_records)
         self.still = 0.0
         has_begun = record.phase != before.phase and not {record.phase, before.phase} <= {
             Phase.COMPUTING,
@@ -235,10 +242,18 @@ class HangWatch:
         return Finding(verdict, tuple(guilty), FailureReport(name=names, cause=cause))
 
 
+class Records(Protocol):
+    """The progress records of several processes, wherever these run."""
+
+    def read(self) -> Sequence[ProgressRecord | None]:
+        """Return the present record of each process; None: its host has sent none for a while."""
+        ...
+
+
 class RecordWatch:
     """A `HangWatch` with the records that it judges."""
 
-    def __init__(self, watch: HangWatch, records: ProgressRecords, places: Sequence[int]) -> None:
+    def __init__(self, watch: HangWatch, records: Records, places: Sequence[int]) -> None:
         """
         Args:
             places: the index of each process's record.
@@ -250,7 +265,7 @@ class RecordWatch:
         now_s = time.monotonic()
         return self._watch.look(now_s, self._read()) if self._watch.is_due(now_s) else None
 
-    def _read(self) -> list[ProgressRecord]:
+    def _read(self) -> list[ProgressRecord | None]:
         records = self._records.read()
         return [records[place] for place in self._places]
 
@@ -258,6 +273,10 @@ class RecordWatch:
         """Return a finding that names the ranks that have not begun an epoch yet as hung; None if all have begun it."""
         processes = self._watch.processes
         records = zip(processes, self._read(), strict=True)
-        late = [i for i, (each, record) in enumerate(records) if each.engine is not None and record.epoch != epoch]
+        late = [
+            index
+            for index, (each, record) in enumerate(records)
+            if each.engine is not None and (record is None or record.epoch != epoch)
+        ]
         names, cause = ", ".join(processes[index].name for index in late), "hangs: it does not answer"
         return Finding("hung", tuple(late), FailureReport(name=names, cause=cause)) if late else None

@@ -29,6 +29,11 @@ class ReplicaHandle(Watched, Protocol):
 class Starter(Protocol):
     """Starts replicas beside others that keep their processes."""
 
+    @property
+    def has_lost_host(self) -> bool:
+        """True if a host that has ranks does not answer, so that these cannot be started there."""
+        ...
+
     def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:
         """Close the store where ranks met, so that those that still wait there fail, and open another one.
 

@@ -207,7 +207,8 @@ def reason_to_restart(config: EngineConfig, group: WorkerGroup, *, has_own_weigh
         has_own_weights: a trainer has updated the weights, so new ranks would have others.
     """
     reasons = {
-        "its replicas are no processes of this host": group.starter is None,
+        "Ray runs its ranks": group.starter is None,
+        "a host was lost": group.starter is not None and group.starter.has_lost_host,
         "its ranks compute on GPUs": config.compute.device != "cpu",
         "the weights were updated, and a new rank would load the checkpoint": has_own_weights,
         "experts may have moved (rebalance='auto')": config.experts.rebalance == "auto",

@@ -1,4 +1,4 @@
-"""Runs the ranks of one replica on this host, each in a process of its own."""
+"""Runs the ranks of one replica, each in a process of its own, on this host or through the agents of others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.environment import environment_of_rank
 from moeserve.errors import DistributedError
+from moeserve.executor.hosts.remote import start_remote_rank
 from moeserve.executor.results import TransferAnswers
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
@@ -29,13 +30,15 @@ def start_rank(first: RankStart, rank: int, records_fd: int | None) -> WatchedPr
         first: the start message of the replica's first rank.
         records_fd: the file of the ranks' progress records.
     """
-    start = first.of_rank(rank)
+    start, agent = first.of_rank(rank), first.agent_of(rank)
+    if agent is not None:
+        return start_remote_rank(agent, start, first.worker_group, first.num_records)
     return start_process(
         "moeserve.worker.rank_process:run",
         start.name,
         start,
         FromRank,
-        environment=environment_of_rank(first.config, usable_cores()),
+        environment=environment_of_rank(start.config, usable_cores()),
         records_fd=records_fd,
     )
 
@@ -49,7 +52,7 @@ class RankFaultedError(DistributedError):
 
 
 class MultiprocExecutor:
-    """An `Executor` whose ranks are processes on this host."""
+    """An `Executor` whose ranks are processes."""
 
     def __init__(
         self,

@@ -46,17 +46,24 @@ class Parent:
     """The process that started this one: the configuration from it, the channel to it, and failure reports to it."""
 
     def __init__(
-        self, connection: socket.socket, launch: Launch, pidfd: int | None, records_fd: int | None = None
+        self,
+        connection: socket.socket,
+        launch: Launch,
+        pidfd: int | None,
+        records_fd: int | None = None,
+        channel: socket.socket | None = None,
     ) -> None:
         """
         Args:
             pidfd: pidfd of the parent; None if the system has no pidfds.
             records_fd: a file of `ProgressRecords`, for this process and its children; None: there is none.
+            channel: a connection to another host, from which the order to start this process came; None: the
+                connection to the parent.
         """
         self.name = launch.name
         self.records_fd = records_fd
         self._config = launch.config
-        self._socket = connection
+        self._socket = channel or connection
         self._channel: Channel[Any] | None = None
         self._children: Sequence[WatchedProcess[Any]] = ()
         threading.Thread(
@@ -100,7 +107,7 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
     """
     connection.setblocking(True)
     try:
-        _, fds, *_ = socket.recv_fds(connection, len(FIRST_BYTE), 1)
+        _, fds, *_ = socket.recv_fds(connection, len(FIRST_BYTE), 2)
         launch = msgspec.msgpack.decode(receive_frame(connection), type=Launch)
     except (EOFError, OSError):  # the parent ended before it sent anything
         _exit(1)
@@ -110,7 +117,8 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
         parent_pidfd = open_pidfd(launch.parent_pid)
         if os.getppid() != launch.parent_pid:
             _exit(1)
-    parent = Parent(connection, launch, parent_pidfd, fds[0] if fds else None)
+    channel = socket.socket(fileno=fds[1]) if len(fds) > 1 else None
+    parent = Parent(connection, launch, parent_pidfd, fds[0] if fds else None, channel)
     try:
         module, _, function = target.partition(":")
         getattr(importlib.import_module(module), function)(parent)

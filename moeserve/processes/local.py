@@ -32,6 +32,7 @@ def start_process(
     *,
     environment: Mapping[str, str],
     records_fd: int | None = None,
+    channel: socket.socket | None = None,
 ) -> WatchedProcess[Any]:
     """Start a process that calls a function, and send it its configuration.
 
@@ -45,6 +46,7 @@ def start_process(
         incoming: type of the messages that the process sends; None if it sends none.
         environment: the environment variables of the process.
         records_fd: a file of `ProgressRecords`, which the process finds as `Parent.records_fd`.
+        channel: a connection over which the process exchanges messages with another host; None: with this process.
 
     Raises:
         EngineError: this Python cannot start another, or the limits on processes or open files do not allow it.
@@ -54,7 +56,11 @@ def start_process(
         with theirs:
             handle = _forked(target, environment, theirs) or SpawnedProcess(target, environment, theirs)
         with contextlib.suppress(BrokenPipeError):  # a process that has ended is noticed later
-            socket.send_fds(ours, [FIRST_BYTE], [] if records_fd is None else [records_fd])
+            fds = [] if records_fd is None else [records_fd]
+            if channel is not None:
+                assert fds, "the process finds the channel behind the records"
+                fds.append(channel.fileno())
+            socket.send_fds(ours, [FIRST_BYTE], fds)
     except OSError as error:
         raise EngineError(f"{name} could not be started: {error}; see `ulimit -n` and `ulimit -u`") from None
     process: WatchedProcess[Any] = WatchedProcess(name, ours, incoming, handle)

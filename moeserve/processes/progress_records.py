@@ -1,7 +1,8 @@
 """Progress records: 64 bytes of shared memory for each process, in which it writes what it does.
 
-The process that started all others reads them (`engine/hang_watch.py`). The C++ extension writes them, also while it
-replays graphs; without it, all records stay as they were made. See csrc/host/progress_record.h.
+The process that started all others reads them (`engine/hang_watch.py`); from other hosts they are sent to it. The C++
+extension writes them, also while it replays graphs; without it, all records stay as they were made. See
+csrc/host/progress_record.h.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class ProgressRecord(NamedTuple):
     phase: int = Phase.LOADING
     epoch: int = 0
 
+    @classmethod
+    def decoded(cls, data: bytes) -> ProgressRecord:
+        """Return a record that `ProgressRecords.encoded` has encoded."""
+        return cls(*_LAYOUT.unpack(data))
+
     @property
     def counters(self) -> tuple[int, ...]:
         """The counters of which one changes when this rank makes progress."""
@@ -68,9 +74,17 @@ class ProgressRecords:
     def read(self) -> list[ProgressRecord]:
         return [ProgressRecord(*fields) for fields in _LAYOUT.iter_unpack(self._memory)]
 
+    def encoded(self, index: int) -> bytes:
+        """Return one record in 64 bytes, to be sent to another host."""
+        return self._memory[index * _LAYOUT.size : (index + 1) * _LAYOUT.size]
+
     def clear(self) -> None:
         """Clear all records, because some of the processes have ended."""
         self._memory[:] = bytes(len(self._memory))
+
+    def clear_record(self, index: int) -> None:
+        """Clear the record of a process that has ended."""
+        self._memory[index * _LAYOUT.size : (index + 1) * _LAYOUT.size] = bytes(_LAYOUT.size)
 
     def close(self) -> None:
         """Release the memory. May be called twice."""

@@ -157,7 +157,7 @@ def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
         WeightsChangedError: they are not those of the files that the engine's first ranks have read.
     """
     files = {Path(config.weights.model_path) / "config.json", *shards}
-    found = hash_files(files, are_copies=config.parallel.executor == "ray")
+    found = hash_files(files, are_copies=config.parallel.executor == "ray" or config.parallel.nnodes > 1)
     require_same(config.weights.file_hashes or found, found)
     return found
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from moeserve.addresses import StoreAddress
+from moeserve.addresses import AgentAddress, StoreAddress
 from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
 from moeserve.distributed.mesh import Mesh
@@ -28,15 +28,19 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     # The index of the rank's replica when the engine started. It names processes, which keep their names when replicas
     # are left out and the others are counted anew. None: it is the index in the config.
     seat: int | None = None
+    agents: tuple[AgentAddress | None, ...] = ()  # of the hosts of all ranks that the engine had at the start
+    worker_group: str = ""  # name of the worker group for agents
+    host: str = ""  # of the rank, if it is another one than that of the engine
 
     @property
     def name(self) -> str:
         """The name of the rank's process in messages."""
+        on_host = f" on host {self.host}" if self.host else ""
         if self.seat is None or self.seat == self.dp_index:
-            return rank_name(self.config, self.rank)
+            return rank_name(self.config, self.rank) + on_host
         num_own = self.config.parallel.ranks_per_replica
         at_start = self.config.changed(parallel={"data_parallel_size": self.seat + 1})
-        return rank_name(at_start, self.seat * num_own + self.rank % num_own)
+        return rank_name(at_start, self.seat * num_own + self.rank % num_own) + on_host
 
     @property
     def record(self) -> int:
@@ -59,7 +63,29 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
     def of_rank(self, rank: int) -> RankStart:
         """Return the start message of another rank of the replica whose first rank this is."""
-        return msgspec.structs.replace(self, rank=rank, show_progress=self.show_progress and rank == self.rank)
+        config, agent = self.config, self.agent_of(rank)
+        if self.agents:
+            config = config.changed(parallel={"num_ranks_on_host": self.agents.count(agent)})
+        return msgspec.structs.replace(
+            self,
+            config=config,
+            rank=rank,
+            show_progress=self.show_progress and rank == self.rank,
+            agents=(),  # which have the key
+            host=agent.host if agent else "",
+        )
+
+    def agent_of(self, rank: int) -> AgentAddress | None:
+        """Return the agent of the host of a rank of this replica; None: the rank runs on the engine's host."""
+        num_own = self.config.parallel.ranks_per_replica
+        seat = self.dp_index if self.seat is None else self.seat
+        return self.agents[seat * num_own + rank % num_own] if self.agents else None
+
+    @property
+    def num_records(self) -> int:
+        """The number of progress records of the worker group."""
+        num_own = self.config.parallel.ranks_per_replica
+        return len(self.agents) // num_own * (1 + num_own)
 
     @property
     def samples(self) -> bool:

@@ -274,6 +274,7 @@ class _Starter:
     def __init__(self, simulation: _EngineSimulation, config: EngineConfig) -> None:
         self._simulation, self._config = simulation, config
         self._store = StoreAddress(key="")
+        self.has_lost_host = False
         self._open()
 
     def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from moeserve.engine.hang_watch import Finding, HangRule, HangWatch, Watchable
+from moeserve.engine.hang_watch import RULE_OF_HOSTS, Finding, HangRule, HangWatch, Watchable
 from moeserve.processes.progress_records import Phase, ProgressRecord, ProgressRecords, attach
 
 RULE = HangRule()
@@ -83,6 +83,26 @@ def test_every_combination_has_the_verdict_that_follows() -> None:
         if finding is not None:
             assert seconds <= 8 * LOOK_S + RULE.most_hung + 2 * LOOK_S
             assert all(PROCESSES[index].name in finding.report.name for index in finding.guilty)
+
+
+@pytest.mark.parametrize("looks_between_records", [2, 3])
+def test_records_that_arrive_less_often_than_looks_give_the_same_verdicts(looks_between_records: int) -> None:
+    """As from other hosts. The records of different ranks arrive at different looks."""
+
+    def seldom(behaviour: Behaviour, offset: int) -> Behaviour:
+        return lambda look: behaviour((look + offset) // looks_between_records * looks_between_records)
+
+    for names in itertools.product(BEHAVIOURS, repeat=NUM_RANKS):
+        engines = [BEHAVIOURS["is lost" if name == "is lost" else "loads"] for name in names]
+        behaviours = [
+            seldom(each, index) for index, each in enumerate([*(BEHAVIOURS[name] for name in names), *engines])
+        ]
+        _, finding = watched(behaviours, 60.0, watch=HangWatch(PROCESSES, RULE_OF_HOSTS))
+        assert (finding is None) == (not expected(names)), (names, finding)
+        if finding is not None:  # of several that fail at once, one may be noticed first
+            idle = {("hung", (ENGINES[rank],)) for rank, name in enumerate(names) if name == "is idle"}
+            verdicts = [set(guilty) for verdict, guilty in expected(names) | idle if verdict == finding.verdict]
+            assert any(set(finding.guilty) <= guilty for guilty in verdicts), (names, finding)
 
 
 def play(behaviours: Sequence[str], engines: Sequence[Behaviour] | None = None) -> list[Behaviour]:

@@ -25,7 +25,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"additional_config": {}, "override_pooler_config": None, "task": "generate", "runner": "auto"},
     {"load_format": "safetensors", "model_impl": "vllm"},
     {"enable_prefix_caching": None, "async_scheduling": None, "dtype": None},
-    {"nnodes": 1, "data_parallel_backend": "mp", "chat_template": None},
+    {"data_parallel_backend": "mp", "chat_template": None},
     {"swap_space": 4, "enable_chunked_prefill": True, "disable_log_stats": False},
 ]
 
@@ -53,7 +53,6 @@ def test_values_that_change_nothing_are_accepted(options: dict[str, Any]) -> Non
         ("worker_cls", "x.Worker"),
         ("kv_transfer_config", {"kv_connector": "x"}),
         ("data_parallel_rank", 1),
-        ("nnodes", 2),
         ("num_gpu_blocks_override", 100),
     ],
 )

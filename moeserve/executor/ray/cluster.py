@@ -93,6 +93,10 @@ class Cluster:
         ]
         return sorted(nodes, key=lambda node: (node.node_id != own, node.address))
 
+    def cores_of_nodes(self) -> list[int]:
+        """Return the number of CPUs of each living node. Raises EngineError as `nodes`."""
+        return [node.cores for node in self.nodes()]
+
     def wait_for_nodes(self, count: int, timeout_s: float) -> None:
         """Wait until the cluster has `count` living nodes.
 

@@ -10,7 +10,6 @@ Nothing is encrypted, and nothing after the proofs is authenticated.
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 
 import msgspec
 import torch
@@ -21,9 +20,9 @@ from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.processes.peer_connection import SECONDS_OF_SILENCE
+from moeserve.processes.proof import key_in_file
 from moeserve.protocol import CachePlace
 
-MIN_KEY_CHARACTERS = 16
 # A receiver may claim items before the sender knows the handle: a rank in a step handles `KeepItems` only afterwards.
 SECONDS_TO_BE_KEPT = SECONDS_OF_SILENCE - 5.0
 
@@ -136,23 +135,8 @@ def listening_address(config: EngineConfig, rank: int) -> tuple[str, int]:
 
 
 def read_key(path: str | None) -> bytes:
-    """Return the key in a file; empty if there is no file.
-
-    Raises:
-        SettingsError: the key cannot be read, or is too short.
-    """
-    if path is None:
-        return b""
-    try:
-        key = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise SettingsError(f"kv_transfer_key_file={path!r} cannot be read: {error}") from None
-    if len(key) < MIN_KEY_CHARACTERS:
-        raise SettingsError(
-            f"kv_transfer_key_file={path!r} has {len(key)} characters; at least {MIN_KEY_CHARACTERS} are needed, for "
-            "example those of `openssl rand -hex 32`"
-        )
-    return key
+    """Return the key in a file (see `key_in_file`); empty if there is no file."""
+    return b"" if path is None else key_in_file("kv_transfer_key_file", path)
 
 
 def select_piece(tensor: Tensor, axis: int, first: int, length: int) -> Tensor:

@@ -1,0 +1,32 @@
+"""Facts about a host, and the check that it can serve with the first one."""
+
+from __future__ import annotations
+
+import platform
+import socket
+
+from moeserve.executor.hosts.connection import HostFacts
+from moeserve.machine import installed_version, usable_cores
+from moeserve.ops.native import native_kernels
+
+PACKAGES = ("moeserve", "torch")  # whose versions must be the same on all hosts
+
+
+def own_facts() -> HostFacts:
+    """Return the facts about this host."""
+    kernels = native_kernels()
+    return HostFacts(
+        hostname=socket.gethostname(),
+        cores=usable_cores(),
+        versions={"Python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
+        kernels=kernels.isa() if kernels else "",
+    )
+
+
+def why_different(theirs: HostFacts, own: HostFacts) -> str:
+    """Return why ranks on two hosts cannot form one engine; "" if they can."""
+    return "; ".join(
+        f"{theirs.hostname} has {name} {theirs.versions.get(name) or '(missing)'}, but {own.hostname} has {version}"
+        for name, version in own.versions.items()
+        if theirs.versions.get(name) != version
+    )
