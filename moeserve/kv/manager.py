@@ -18,7 +18,7 @@ from moeserve.kv.state_pool import StatePool
 from moeserve.protocol import CacheChanges, CachePlace, CacheStart, SavedState
 
 NewBlocks: TypeAlias = list[list[int]]  # by group: blocks that are appended to a request's table; empty: none
-ToStore: TypeAlias = list[tuple[ItemKey, int]]  # items that a store behind the cache should keep, with their places
+ToStore: TypeAlias = list[ItemKey]  # cached items that a store behind the cache should keep
 
 
 class Prefix(NamedTuple):
@@ -177,7 +177,7 @@ class CacheManager:
         cache.num_positions = prefix.num_blocks * self.config.block_size
         if self._rows is not None and prefix.num_blocks:  # the row is held until the request's first plan has ended
             cache.row = self._rows.read(self._digest(request, prefix.num_blocks - 1))
-        return self._with_places(self.items_of(request, prefix.num_blocks)[prefix.num_blocks :])
+        return self.items_of(request, prefix.num_blocks)[prefix.num_blocks :]
 
     def fits(self, request: CachedRequest, num_tokens: int) -> bool:
         """Return True if enough blocks are free for the next tokens of a request."""
@@ -257,7 +257,8 @@ class CacheManager:
             self._rows.release(items.saved.row)
             return []
         digest = self._digest(request, (start + items.saved.num_tokens) // self.config.block_size - 1)
-        return [(ItemKey(CacheKind.STATE, digest), self._rows.register(items.saved.row, digest))]
+        self._rows.register(items.saved.row, digest)
+        return [ItemKey(CacheKind.STATE, digest)]
 
     def undo_drafts(self, request: CachedRequest) -> bool:
         """Restore the state before a request's drafts, of which one was rejected. Return False if there is no state."""
@@ -281,22 +282,20 @@ class CacheManager:
                 for group, table, _ in self._held(request):
                     group.pool.register(table[index], digest)
                     if group.pool is self.pool or self._is_likely(request, group, index):
-                        to_store.append((ItemKey(group.rule.kind, digest), table[index]))
+                        to_store.append(ItemKey(group.rule.kind, digest))
         if len(self._groups) > 1:
             self._drop_unneeded(request)
         return to_store
 
     def release(self, request: CachedRequest) -> ToStore:
         """Free the blocks of a request. Return the items of other groups that a continuation of it needs."""
-        to_store: ToStore = []
         held = self._held(request)
         for group, table, num_dropped in held:
             group.pool.release(table[num_dropped:])
         if len(held) > 1 and self._rows is None and self._is_shared(request):  # states are saved in prompts
             num_blocks = min(request.num_computed, len(request.token_ids)) // self.config.block_size
-            keys = [key for key in self.items_of(request, num_blocks)[num_blocks:] if self._is_cached(key)]
-            to_store = self._with_places(keys)
-        return to_store
+            return [key for key in self.items_of(request, num_blocks)[num_blocks:] if self._is_cached(key)]
+        return []
 
     def make_private(self, request: CachedRequest) -> None:
         """Share nothing that a request computes from now on with other requests."""
@@ -352,10 +351,6 @@ class CacheManager:
             (group, [group.pool.block_of(digests[index]) for index in group.rule.needed(prefix.num_blocks)])
             for group in self._groups
         ]
-
-    def _with_places(self, keys: Sequence[ItemKey]) -> ToStore:
-        """Return cached items with their places."""
-        return [(key, self.pools[key.kind].block_of(key.digest)) for key in keys]
 
     def _drop_unneeded(self, request: CachedRequest) -> None:
         """Free the blocks of a request that none of its uncomputed tokens will read."""

@@ -84,7 +84,7 @@ class BlockTransfers(Generic[Waiting]):
         """
         self.connector = connector
         self._pools, self._addresses = pools, list(addresses)
-        self._computed: dict[ItemKey, int] = {}  # computed items to save, unless they are evicted first
+        self._computed: dict[ItemKey, None] = {}  # computed items to save, unless they are evicted first
         self._new: list[Transfer] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._is_saving = False
@@ -126,9 +126,9 @@ class BlockTransfers(Generic[Waiting]):
             "num_failed_blocks": self._num_failed,
         }
 
-    def note_computed(self, items: Iterable[tuple[ItemKey, int]]) -> None:
-        """Add computed items, given with their places, to the next save."""
-        self._computed.update(items)
+    def note_computed(self, keys: Iterable[ItemKey]) -> None:
+        """Add computed items to the next save."""
+        self._computed.update(dict.fromkeys(keys))
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step with this many tokens."""
@@ -236,8 +236,8 @@ class BlockTransfers(Generic[Waiting]):
         """Return the transfers to start now. At most one save runs at a time; it includes all items computed so far."""
         if self._computed and not self._is_saving:
             computed, self._computed = self._computed, {}
-            kept = {key: index for key, index in computed.items() if self._pools[key.kind].find(key.digest) == index}
-            store_keys = self.connector.begin_save(list(kept))
+            kept = [key for key in computed if self._pools[key.kind].find(key.digest) is not None]
+            store_keys = self.connector.begin_save(kept)
             if store_keys:
                 self._is_saving = True
                 keys = list(store_keys)

@@ -276,6 +276,6 @@ class PlansInFlight:
         return msgspec.structs.replace(update, routes=routes.read(request.cache.tables[0], start, end))
 
     def _note_computed(self, items: ToStore) -> None:
-        """Report computed items, given with their places, to the store behind the cache, if there is one."""
+        """Report computed items to the store behind the cache, if there is one."""
         if self._transfers is not None:
             self._transfers.note_computed(items)

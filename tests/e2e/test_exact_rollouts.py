@@ -121,8 +121,10 @@ def from_a_folder(case: Case) -> list[Rollout]:
         llm.generate([{"prompt_token_ids": [5] * 30}], params_of([[]]), use_tqdm=False)
     with case.engine(**settings) as llm:
         rollouts = run(llm, [*case.prompts(), [5] * 30])
-        while llm.session.engine.replica_stats[0].num_saved_blocks < 40:  # it saves while it has something to do
-            rollouts += run(llm, case.prompts(1))
+        sequences = [[*each.prompt, *each.token_ids[:-1]] for each in rollouts]
+        blocks = {tuple(tokens[:end]) for tokens in sequences for end in range(4, len(tokens) + 1, 4)}
+        while llm.session.engine.replica_stats[0].num_saved_blocks < len(blocks):
+            rollouts += run(llm, [[5] * 30])  # it saves while it has something to do
     with case.engine(**settings) as llm:
         rollouts += run(llm, case.prompts())
         assert llm.session.engine.replica_stats[0].num_loaded_tokens >= 64

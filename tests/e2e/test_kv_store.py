@@ -104,6 +104,15 @@ def test_the_same_tokens_with_less_computation(
     assert stats.num_failed_blocks == 0
 
 
+def test_a_prefix_that_two_requests_compute_at_once_is_saved(reference_named: Callable[[str], Reference]) -> None:
+    beginning = [7] * 5 * BLOCK
+    params = SamplingParams(temperature=0, max_tokens=1)
+    with engine(reference_named("mixtral").folder, kv_host_memory="16MiB") as llm:
+        llm.generate([{"prompt_token_ids": [*beginning, tail]} for tail in (1, 2)], params, use_tqdm=False)
+        while llm.core.replica_stats[0].num_saved_blocks < 5:  # it saves while it has something to do
+            llm.generate({"prompt_token_ids": [3]}, params, use_tqdm=False)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 1, 1), (1, 1, 2)], ids=["dp", "tp", "pp"])
 def test_every_rank_of_a_replica_keeps_its_part(
