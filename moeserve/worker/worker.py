@@ -193,7 +193,7 @@ class Worker:
 
     def drop_steps(self) -> None:
         """Release what runs steps, because another worker will take the weights and caches. This one runs no more."""
-        del self.runner
+        self.__dict__.pop("runner", None)  # there is none if another worker has failed to take them
         self._previous = None
 
     def _count_blocks(

