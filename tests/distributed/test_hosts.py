@@ -225,12 +225,11 @@ def test_ranks_of_a_host_that_is_cut_off_run_elsewhere(
 @pytest.mark.slow
 def test_a_host_whose_processes_are_killed(engine: Callable[..., Engine], reference: Reference) -> None:
     run = engine(**LAYOUTS["dp2"])
-    check_failure(run, reference, lambda: run.hosts[1].kill("moeserve"), "host")
-    assert len(processes_of_ranks(run.hosts[0])) == 1, "its replica is left out"
+    # Either the lost replica is left out, or both start again on the first host: it depends on what is noticed first.
+    check_failure(run, reference, lambda: run.hosts[1].kill("moeserve"), "host", "and requests continue")
+    assert len(processes_of_ranks(run.hosts[0])) in (1, 2)
     run.agents[0] = run.start_agent(1)
     run.wait_for("joined the engine", number=1, count=2)
-    while not processes_of_ranks(run.hosts[1]):  # it joins again while the engine serves
-        run.ask("generate", prompts=reference.prompts(5), max_tokens=NUM_TOKENS)
 
 
 @pytest.mark.slow
@@ -261,6 +260,7 @@ def test_a_bad_cable(
         cable.is_cut = False
     assert run.answer()["tokens"] == reference.continuations(prompts, num_tokens)
     assert len(run.lines(REPLACED) + run.lines(RESTARTED)) == num_recoveries, run.logs()
+    run.wait_for("joined the engine", number=1, count=1 + num_recoveries)
 
 
 @pytest.mark.slow
