@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import subprocess
 import sys
 import time
@@ -14,12 +11,12 @@ from typing import Any
 
 import pytest
 from hosts import Host, hosts, why_impossible
+from node_commands import PROGRAM, Commands
 from ray_clusters import PRIORITY
 from reference_models import Reference
 
 pytestmark = pytest.mark.timeout(600)
 
-PROGRAM = Path(__file__).parent / "node_program.py"
 SETTINGS: dict[str, Any] = dict(
     executor="ray",
     kv_cache_memory="16MiB",
@@ -43,15 +40,10 @@ class Cluster:
     def __init__(self, machines: list[Host], folder: Path) -> None:
         self.hosts = machines
         self._folder = folder
-        self._commands = folder / "commands"
-        self._answers = folder / "answers"
-        os.mkfifo(self._commands)
-        self._num_answers = 0
-        program = [sys.executable, str(PROGRAM), str(self._commands), str(self._answers)]
+        self._commands = Commands(folder, self._require_running)
         launch = [sys.executable, "-m", "moeserve", "launch", "--num-cpus", str(CORES)]
-        launch += ["--head", machines[0].address, "--nodes", str(len(machines)), "--", *program]
+        launch += ["--head", machines[0].address, "--nodes", str(len(machines)), "--", *self._commands.program]
         self.launches = [host.start(launch, self.log(host), **ENVIRONMENT, **SHARED_TOKEN) for host in machines]
-        self._pipe = os.open(self._commands, os.O_RDWR)  # does not wait for the reader
         self._settings: dict[str, Any] | None = None  # of the running engine
 
     def log(self, host: Host) -> Path:
@@ -62,21 +54,11 @@ class Cluster:
         return [line for line in self.log(self.hosts[0]).read_text().splitlines() if "the engine is restarted" in line]
 
     def send(self, do: str, **arguments: Any) -> None:
-        os.write(self._pipe, (json.dumps({"do": do} | arguments) + "\n").encode())
+        self._commands.send(do, **arguments)
 
     def answer(self, seconds: float = SECONDS_TO_LAUNCH) -> dict[str, Any]:
         """Return the answer to the next command."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            with contextlib.suppress(FileNotFoundError):
-                lines = self._answers.read_text().split("\n")[:-1]  # the last may be incomplete
-                if len(lines) > self._num_answers:
-                    self._num_answers += 1
-                    found: dict[str, Any] = json.loads(lines[self._num_answers - 1])
-                    return found
-            assert self.launches[0].poll() is None, self.shown_logs()
-            time.sleep(0.05)
-        raise AssertionError(f"no answer within {seconds} s\n{self.shown_logs()}")
+        return self._commands.answer(seconds)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         self.send(do, **arguments)
@@ -111,8 +93,12 @@ class Cluster:
             time.sleep(0.1)
 
     def end(self) -> None:
-        os.close(self._pipe)
+        self._commands.close()
         self.hosts[0].kill(str(PROGRAM))
+
+    def _require_running(self, message: str) -> None:
+        assert self.launches[0].poll() is None, self.shown_logs()
+        assert not message, f"{message}\n{self.shown_logs()}"
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,15 @@ Both sides of a connection prove that they know the same key before any message 
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
+import time
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
 from moeserve.errors import SettingsError
-from moeserve.processes.proof import NONCE_BYTES, proof
+from moeserve.processes.peer_connection import Connection, PeerError
 
 SECONDS_TO_ANSWER = 10.0  # of the other side of a new connection
 SECONDS_BETWEEN_RECORDS = 0.25
@@ -41,7 +40,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str
     cores: int
     versions: dict[str, str]  # by package, and of Python
-    kernels: str  # instruction set of the C++ kernels; "" if there are none
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -129,27 +127,11 @@ def prove(connection: socket.socket, key: bytes, *, connects: bool) -> None:
         WrongKeyError: the other side has another key, or has closed the connection, which a side does for that reason.
         OSError: the other side does not answer within `SECONDS_TO_ANSWER`.
     """
+    try:
+        Connection(connection, time.monotonic() + SECONDS_TO_ANSWER).prove(key, connects=connects)
+    except PeerError as error:
+        raise WrongKeyError(str(error)) from None
     connection.settimeout(SECONDS_TO_ANSWER)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(nonce)
-    other = _receive(connection)
-    roles = (b"connects", b"listens") if connects else (b"listens", b"connects")
-    if connects:
-        connection.sendall(proof(key, roles[0], nonce, other))
-    if not hmac.compare_digest(_receive(connection), proof(key, roles[1], other, nonce)):
-        raise WrongKeyError("it has another key")
-    if not connects:
-        connection.sendall(proof(key, roles[0], nonce, other))
-
-
-def _receive(connection: socket.socket) -> bytes:
-    received = b""
-    while len(received) < NONCE_BYTES:
-        if not (more := connection.recv(NONCE_BYTES - len(received))):
-            raise WrongKeyError("it closed the connection")
-        received += more
-    return received
 
 
 def listening(host: str, port: int, setting: str) -> socket.socket:

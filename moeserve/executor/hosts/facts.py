@@ -7,19 +7,16 @@ import socket
 
 from moeserve.executor.hosts.connection import HostFacts
 from moeserve.machine import installed_version, usable_cores
-from moeserve.ops.native import native_kernels
 
 PACKAGES = ("moeserve", "torch")  # whose versions must be the same on all hosts
 
 
 def own_facts() -> HostFacts:
     """Return the facts about this host."""
-    kernels = native_kernels()
     return HostFacts(
         hostname=socket.gethostname(),
         cores=usable_cores(),
         versions={"Python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
-        kernels=kernels.isa() if kernels else "",
     )
 
 
