@@ -284,7 +284,7 @@ class Engine:
         self._poll = ProcessPoll([], self._wake_up.fd)
 
     def _begin_scaling(self, config: EngineConfig) -> Future[None]:
-        """Start another generation in the background."""
+        """Start another set of replicas in the background, beside those that serve."""
         self._scaling = scaling.Scaling(
             lambda: self._new_generation(config),
             self._run_in_background,

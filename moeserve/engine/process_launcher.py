@@ -98,7 +98,7 @@ class ProcessStarter:
         return RecordWatch(HangWatch(processes, rule, judges_hangs=judges_hangs), self, places)
 
     def read(self) -> list[ProgressRecord | None]:
-        """Return all progress records. See `hang_watch.Records`."""
+        """Return the present progress record of each process; None: its host has sent none for a while."""
         records: list[ProgressRecord | None] = list(self._records.read())
         if self._hosts is not None:
             for replica in range(len(self._seats)):

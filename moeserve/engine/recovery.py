@@ -130,7 +130,7 @@ class Recovery:
                 leaves_out, num_attempts = True, 0
 
     def _wait(self, is_cancelled: Callable[[], bool]) -> tuple[Finding | None, FailureReport | None]:
-        """Wait until all replicas can serve. Return what the watch has found, and why they cannot serve.
+        """Wait until all replicas can serve. If they cannot, return the hung processes, if any, and the failure.
 
         Raises:
             EngineError: the wait was cancelled, or loading takes too long.

@@ -50,7 +50,7 @@ class RouteStore:
 
     @property
     def blocks(self) -> npt.NDArray[np.uint8]:
-        """The memory of all rows, as bytes [blocks, bytes of a block]."""
+        """The routes of all cached tokens, as bytes [blocks, bytes of a block]."""
         return self._rows.view(np.uint8).reshape(len(self._rows) // self._block_size, -1)
 
     def read_blocks(self, places: Sequence[CachePlace]) -> bytes:

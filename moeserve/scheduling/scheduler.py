@@ -201,7 +201,7 @@ class Scheduler:
         return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
 
     def start_again(self) -> None:
-        """Forget all requests and plans, whose results will not come. Cached prefixes stay, and totals are zero."""
+        """Drop all requests and planned steps after a failure. Cached prefixes stay; counters start again from zero."""
         self.abort_all()
         while self._plans:
             self._plans.abort()

@@ -166,7 +166,7 @@ def coarsened(windows: Sequence[LoadWindow], at_most: int) -> tuple[LoadWindow, 
 
 
 def write_window(file: BinaryIO, window: LoadWindow) -> None:
-    """Append a window as one line of JSON, in a single write: only the last line of the file may be incomplete."""
+    """Append a window to the file as one line of JSON. If a write is cut short, only the last line is damaged."""
     file.write(msgspec.json.encode(window) + b"\n")
     file.flush()
 

@@ -116,7 +116,7 @@ def reference(reference_named: Callable[[str], Reference]) -> Reference:
 
 @pytest.fixture
 def cables() -> Iterator[ExitStack]:
-    """Cables that are closed after the engine has ended, for tests that name this fixture before `engine`."""
+    """Closes cables after the engine has ended. A test must list this fixture before `engine`."""
     with ExitStack() as stack:
         yield stack
 

@@ -18,7 +18,7 @@ from moeserve.rl.weight_sender import _Routes
 
 
 def send(url: str, file: str, point: int | None) -> int:
-    """Send an update, until the point at which this process is killed. Return the number of points."""
+    """Send a weight update. At the chosen point this process is killed; else return the number of points passed."""
     num_passed = 0
 
     def dying(function: Any) -> Any:

@@ -87,7 +87,7 @@ def pack(
     *,
     gathers_late: bool,
 ) -> PackedTokens:
-    """Return the rows of pairs that have been sorted by local expert.
+    """Pack the rows of (token, expert) pairs for the expert kernels. The pairs are sorted by local expert.
 
     Args:
         expected_rows: estimate of the number of rows that count, if spare rows with pair -1 follow them; None: no
