@@ -7,7 +7,7 @@ from played_replicas import PlayedLauncher
 from scaling_search import explore
 from scaling_story import Plot, SleepingPoll, patch_waits
 
-from moeserve.engine import engine
+from moeserve.engine import engine, scaling
 from moeserve.engine.engine import Engine
 from moeserve.engine.generation import Generation
 from moeserve.engine.in_flight import RequestsInFlight
@@ -205,9 +205,9 @@ LOST_WAKE_UP = "nothing can happen|only the time limit"
 def test_planted_bug_is_found(
     bug: type[Engine | RequestsInFlight | Scaling], plot: Plot, violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part in (RequestsInFlight, Scaling):
+    for part, module in ((RequestsInFlight, engine), (Scaling, scaling)):
         if issubclass(bug, part):
-            monkeypatch.setattr(engine, part.__name__, bug)
+            monkeypatch.setattr(module, part.__name__, bug)
     with pytest.raises(AssertionError, match=violation) as found:
         explore(plot, bug if issubclass(bug, Engine) else Engine)
     print(found.value)
