@@ -1,12 +1,12 @@
-"""The mesh of ranks, its groups, and the collectives by which they exchange tensors."""
+"""The mesh of ranks, its groups, and the collectives by which ranks exchange tensors."""
 
 import gc
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage, and with it the engines that no variable names any more. The name is vLLM's.
+    """Run Python's garbage collector, which frees engines that nothing refers to. The function is named as in vLLM.
 
     Args:
-        shutdown_ray: no effect.
+        shutdown_ray: ignored.
     """
     gc.collect()

@@ -42,16 +42,16 @@ MEASURED_GROUPS = ("ep",)  # wait times are measured here: they show how unevenl
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store where the ranks of a launch meet. A rank connects once to a store, or once to each scope of it.
+    """The store where the ranks of a launch meet. A rank connects once to a store, or once to each scope of a store.
 
-    timeout_s limits each collective, and seconds_to_meet the time until all ranks have joined. None: timeout_s.
+    timeout_s limits each collective. seconds_to_meet limits the time until all ranks have joined; None: timeout_s.
     """
 
     store: StoreAddress
     timeout_s: float
     scope: str = ""
     seconds_to_meet: float | None = None
-    seconds_for_reports: float = WAIT_FOR_REPORTS_S  # for which an error waits for the reports of other ranks
+    seconds_for_reports: float = WAIT_FOR_REPORTS_S  # time that an error waits for failure reports of other ranks
 
 
 def connect(
@@ -112,7 +112,7 @@ def connect(
 class _Connector:
     """Connects one rank to the members of its groups, once for each distinct set of members.
 
-    All ranks of a group must call each method for it, and call the methods for their groups in the same order.
+    All ranks of a group must call the same methods for the group, in the same order.
     """
 
     rank: int
@@ -128,7 +128,7 @@ class _Connector:
     nccl_groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def host_transport(self, name: str, ranks: tuple[int, ...]) -> Transport:
-        """Return the transport of a group's CPU tensors, on the connection to its members."""
+        """Return the transport of a group's CPU tensors, over the connection to the group's members."""
         if ranks not in self.host_connections:
             self.host_connections[ranks] = self._connect_hosts(name, ranks)
         connection, measures_waits = self.host_connections[ranks], name in MEASURED_GROUPS
@@ -137,7 +137,7 @@ class _Connector:
         return shared_memory.SharedMemoryTransport(connection, measures_waits=measures_waits)
 
     def device_transport(self, name: str, ranks: tuple[int, ...]) -> Transport | None:
-        """Return the transport of a group's GPU tensors. None if the group carries none."""
+        """Return the transport of a group's GPU tensors. None if the group carries no GPU tensors."""
         is_needed = self.device.type != "cpu" and name in GROUPS_ON_DEVICES
         return self._nccl_transport(name, ranks) if is_needed else None
 
@@ -149,7 +149,7 @@ class _Connector:
             self._fail(name, ranks, gloo.cause_of(error, self.timeout_s), error)
 
     def torch_group_factory(self, name: str, ranks: tuple[int, ...]) -> functools.partial[Any] | None:
-        """Return a function that makes a torch.distributed group of the ep ranks' GPUs. None for other groups."""
+        """Return a function that makes a torch.distributed group of the ep ranks' GPUs. None for any other group."""
         if name != "ep" or self.device.type == "cpu":
             return None
         return functools.partial(self._torch_group, ranks)
@@ -175,7 +175,10 @@ class _Connector:
         return gloo.GlooConnection(self.gloo_group(name, ranks), self.timeout_s)
 
     def _nccl_transport(self, name: str, ranks: tuple[int, ...]) -> nccl.NcclTransport:
-        """Return a transport on the only NCCL group of these ranks. Kernels of two groups could deadlock on a GPU."""
+        """Return a transport over an NCCL process group. Groups with the same ranks share one process group.
+
+        Kernels of two process groups could deadlock on a GPU.
+        """
         store, index = self._store_of(f"{self.device.type}/{name}", ranks), ranks.index(self.rank)
         is_new = ranks not in self.nccl_groups
         try:
@@ -184,7 +187,7 @@ class _Connector:
                     store, index, len(ranks), device=self.device, address=self.address, timeout_s=self.timeout_s
                 )
             small_all_reduce = None
-            if name == "tp":  # not ep: its sums may run concurrently with those of tp on another stream
+            if name == "tp":  # not for ep, whose sums may run on another stream at the same time as tp's
                 small_all_reduce = self._one_shot_all_reduce(store.within("symmetric"), ranks)
             transport = nccl.NcclTransport(
                 self.nccl_groups[ranks], self.timeout_s, small_all_reduce=small_all_reduce, owns_process_group=is_new

@@ -30,7 +30,7 @@ class GroupConnection:
     store: RankStore
     order_check: OrderCheck | None
     device_transport: Transport | None = None  # carries tensors on this rank's GPU
-    make_torch_group: Callable[[], Any] | None = None  # makes the group of the ranks' GPUs for libraries
+    make_torch_group: Callable[[], Any] | None = None  # makes a torch.distributed group of the ranks' GPUs
 
     def transport_of(self, x: Tensor) -> Transport:
         if x.device.type == "cpu":
@@ -47,7 +47,7 @@ class PendingTensor:
     finish: Callable[[], None]
 
     def wait(self) -> Tensor:
-        """Return the tensor once it is complete. May be called twice. Raises the DistributedError of the collective."""
+        """Return the tensor once it is complete. May be called twice. Raises DistributedError on failure."""
         self.finish()
         return self.tensor
 
@@ -57,7 +57,7 @@ class GroupCoordinator:
 
     Every rank of the group calls the same collectives in the same order. Tensors on the CPU may be of dtype float16,
     bfloat16, float32, float64, bool or any integer, and need not be contiguous. Rows are the entries of the first
-    dimension; a rank may have none. A group of one rank returns its input, not a copy.
+    dimension; a rank may have no rows. In a group of one rank, collectives return their input, not a copy.
 
     The tp, ep and stage groups also carry tensors on the ranks' GPUs; see `nccl.py` for dtypes and for the order of
     additions. With GPU tensors, a collective or a wait returns as soon as it is queued on the current stream.
@@ -89,10 +89,10 @@ class GroupCoordinator:
         self.node_of_rank = node_of_rank
         self.world_size = len(ranks)
         self.rank_in_group = ranks.index(rank)
-        self.step = NO_STEP  # shown in errors, as is the layer
+        self.step = NO_STEP  # errors name the step and the layer
         self.layer: int | None = None
         self.num_begun = 0  # collectives begun, including the one in progress
-        self.num_bytes_sent = 0  # to other ranks; with shared memory, the bytes that others read
+        self.num_bytes_sent = 0  # bytes sent to other ranks; with shared memory, bytes that other ranks read
         self._connection = connection
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -111,10 +111,11 @@ class GroupCoordinator:
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's rows of the sum over ranks: x [sum(sizes), ...] -> [sizes[rank_in_group], ...].
 
-        CPU tensors are added in float32, in a tree of ranks (`sum_in_tree`). For GPU tensors see `nccl.py`.
+        CPU tensors are added in a tree of ranks (`sum_in_tree`). For GPU tensors see `nccl.py`.
 
         Args:
-            dtype: dtype to which the sum is rounded. If given, GPU tensors are added in the same tree as well.
+            dtype: dtype to which the sum is rounded; None: the dtype of x. If given, GPU tensors are added in the same
+                tree as CPU tensors.
         """
         assert len(x) == sum(sizes)
         if self.world_size == 1:
@@ -145,7 +146,7 @@ class GroupCoordinator:
         return self._pending_tensor(pending, "all_to_all")
 
     def broadcast(self, x: Tensor, source_in_group: int) -> Tensor:
-        """Return x of the source rank. The others pass a tensor of the same shape and dtype; its values are unused."""
+        """Return the source rank's x. Other ranks pass a tensor of the same shape and dtype; its values are unused."""
         assert 0 <= source_in_group < self.world_size
         if self.world_size == 1:
             return x
@@ -164,7 +165,7 @@ class GroupCoordinator:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the data of all ranks in rank order."""
-        padded = torch.frombuffer(bytearray(b"\0" + data), dtype=torch.uint8)  # no rank sends nothing
+        padded = torch.frombuffer(bytearray(b"\0" + data), dtype=torch.uint8)  # every rank sends a byte or more
         sizes = self.all_gather(torch.tensor([len(padded)]), [1] * self.world_size).tolist()
         gathered = self.all_gather(padded, sizes).split(sizes)
         return [bytes(each[1:].numpy()) for each in gathered]
@@ -178,7 +179,8 @@ class GroupCoordinator:
     def share_memory(self, num_bytes: int) -> Tensor:
         """Return uint8 memory that all ranks map, filled with zeros. Pages that no rank writes take no physical memory.
 
-        Collective. After a further collective, a rank can read what other ranks wrote before it.
+        Collective: all ranks of the group. Once a later collective is complete, a rank can read what other ranks wrote
+        to the memory before they joined that collective.
 
         Raises:
             TransportUnavailable: on all ranks, if one of them cannot map the memory; the message gives the reason.
@@ -201,9 +203,10 @@ class GroupCoordinator:
             self._connection.transport.begin_step()
 
     def seconds_waited(self) -> list[float]:
-        """Return the seconds spent waiting for other ranks, by index of the operation within its step, over all steps.
+        """Return the seconds spent waiting for other ranks: entry i is the sum over all steps of a step's operation i.
 
-        Measured in the ep group only. The list has the same length on all ranks; a collective is one or two operations.
+        Only the ep group is measured; other groups return an empty list. The list has the same length on all ranks. A
+        collective is one or two operations.
         """
         return [] if self._connection is None else self._connection.transport.seconds_waited()
 
@@ -231,9 +234,9 @@ class GroupCoordinator:
         return connection.order_check is None and connection.device_transport is not None
 
     def raise_failure(self) -> None:
-        """Raise DistributedError if a collective on a GPU was aborted: its stream goes on, without a valid result.
+        """Raise DistributedError if a collective on a GPU was aborted: the GPU stream continues without a valid result.
 
-        Call this after the host has waited for the GPU, before results are used. It costs almost nothing.
+        Call this after the host has waited for the GPU, before results are used. The call costs almost nothing.
         """
         if self._connection is not None and self._connection.device_transport is not None:
             try:
@@ -244,7 +247,7 @@ class GroupCoordinator:
     def close(self) -> None:
         """Close the connection, which other groups with the same members share. No collective may be in progress.
 
-        Ranks that wait for this one fail at once.
+        Ranks that wait for this rank fail at once.
         """
         if self._connection is not None:
             if self._connection.device_transport is not None:
@@ -253,7 +256,7 @@ class GroupCoordinator:
             self._connection = None
 
     def adopt(self, connected: GroupCoordinator) -> None:
-        """Continue with the connection of another coordinator of the same ranks, after this one's was closed."""
+        """Take over the connection of another coordinator of the same ranks. This coordinator must have been closed."""
         assert (self.name, self.rank, self.ranks) == (connected.name, connected.rank, connected.ranks)
         assert self._connection is None
         self._connection = connected._connection
@@ -314,7 +317,7 @@ class GroupCoordinator:
         send_sizes: Sequence[int] = (),
         receive_sizes: Sequence[int] = (),
     ) -> None:
-        """Count a collective. With an order check, verify that all ranks of the group call the same one."""
+        """Count a collective. With an order check, verify that all ranks of the group call the same collective."""
         self.num_begun += 1
         connection = self._connected
         if connection.order_check is None:

@@ -35,7 +35,7 @@ PR_SET_TIMERSLACK = 29  # an option of Linux's prctl
 class GlooConnection:
     """One rank's connection to a set of ranks. Transports of groups with the same members share it."""
 
-    process_group: ProcessGroupGloo | None  # None once it is closed
+    process_group: ProcessGroupGloo | None  # None once the connection is closed
     timeout_s: float
 
 

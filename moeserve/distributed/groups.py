@@ -18,7 +18,8 @@ AXES: tuple[Axis, ...] = ("tp", "dp", "ep", "pp")
 class Groups:
     """The groups that one rank belongs to. A group of one rank has a coordinator too.
 
-    `stage` has the same ranks as `ep`, for exchanges outside of layers, whose wait times do not show uneven experts.
+    `stage` has the same ranks as `ep`. Exchanges outside of layers use `stage`, so that the wait times measured in `ep`
+    show only how unevenly experts are loaded.
     """
 
     mesh: Mesh
@@ -29,8 +30,8 @@ class Groups:
     ep: GroupCoordinator
     pp: GroupCoordinator
     stage: GroupCoordinator
-    previous: GroupCoordinator | None = None  # with a rank of the previous stage; None: first stage
-    next: GroupCoordinator | None = None  # with a rank of the next stage; None: last stage
+    previous: GroupCoordinator | None = None  # with this rank's counterpart in the previous stage; None: first stage
+    next: GroupCoordinator | None = None  # with this rank's counterpart in the next stage; None: last stage
     store: RankStore | None = None  # None if there are no other ranks
 
     @property
@@ -40,7 +41,7 @@ class Groups:
 
     @property
     def of_layers(self) -> tuple[GroupCoordinator, ...]:
-        """The groups that carry the model's tensors on its device."""
+        """The groups that carry tensors on the model's device."""
         return tuple(group for group in (self.tp, self.ep, self.previous, self.next) if group is not None)
 
     def wait_until_loaded(self, timeout_s: float, since_s: float) -> None:
@@ -70,7 +71,7 @@ class Groups:
             group.layer = layer
 
     def count_collectives(self) -> tuple[int, ...]:
-        """Return the number of collectives begun in each group, followed by the bytes sent in each."""
+        """Return the number of collectives begun in each group, followed by the number of bytes sent in each group."""
         return *(group.num_begun for group in self.all), *(group.num_bytes_sent for group in self.all)
 
     def add_replayed(self, counts: Sequence[int]) -> None:
@@ -98,7 +99,7 @@ class Groups:
     def leave(self, cause: str) -> None:
         """Leave all groups because of an error of this rank. The errors of the other ranks quote `cause`.
 
-        Ranks that wait for this one fail at once, or, if a collective is in progress here, when this process exits.
+        Ranks that wait for this rank fail at once, or, if a collective is in progress here, when this process exits.
         """
         if self.store:
             self.store.report_failure(cause)
@@ -108,7 +109,7 @@ class Groups:
             self.store.close()
 
     def reconnected(self, connected: Groups) -> Groups:
-        """Return these groups with the connections of others. Layers keep the coordinators that they have."""
+        """Return these groups with the connections of `connected`. Coordinators stay the same: layers refer to them."""
         for group, other in zip(self.all, connected.all, strict=True):
             group.adopt(other)
         return replace(self, store=connected.store)
@@ -120,7 +121,7 @@ def groups_of_one_rank() -> Groups:
 
 
 def unconnected(mesh: Mesh, rank: int) -> Groups:
-    """Return unconnected groups of one rank, to build its part of a model and inspect it."""
+    """Return the groups of one rank without connections, to build and inspect the rank's part of a model."""
 
     def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
         nodes = (0,) * len(ranks)
@@ -138,8 +139,8 @@ def make_groups(
     """Return the groups of one rank.
 
     Args:
-        make: returns the coordinator of a group, given its name and ranks. All ranks of a group call it in the same
-            order.
+        make: returns the coordinator of a group, given the group's name and ranks. All ranks call `make` for their
+            groups in the same order.
     """
     world = make("world", tuple(range(mesh.world_size)))
     tp, dp, ep, pp = (make(axis, mesh.group(axis, rank)) for axis in AXES)

@@ -2,7 +2,7 @@
 
 Ranks connect over sockets of this host (`processes/local_sockets.py`). Their addresses are random and published only in
 the store; a process that connects must run as the same user and send a secret from the store. The result does not
-depend on host names, containers or process ids: either all files reach all ranks, or all ranks agree that they do not.
+depend on host names, containers or process ids: either all files reach all ranks, or all ranks agree that some did not.
 The sockets stay open: a closed socket shows that the rank at the other end has died or left.
 """
 
@@ -34,7 +34,10 @@ OTHER_REFUSED = "another rank refused"
 
 @dataclass
 class PeerConnections:
-    """The sockets to all ranks and the files they sent, by rank. This rank's entries are None and its own file."""
+    """The sockets to all ranks, and the file that each rank sent, by rank.
+
+    This rank has None as its socket, and its own file.
+    """
 
     sockets: list[socket.socket | None]
     files: list[int]
@@ -97,7 +100,7 @@ def agree(store: Store, rank: int, num_ranks: int, refusal: str, timeout_s: floa
 
 @dataclass
 class _Handshake:
-    """One rank's side of `exchange_files`. Leaving its context closes what it opened and no caller has taken."""
+    """One rank's side of `exchange_files`. Leaving the context closes all sockets and files that were not taken."""
 
     store: Store
     rank: int
@@ -179,7 +182,7 @@ class _Handshake:
         socket.send_fds(peer, [message], [self.connections.files[self.rank]])
 
     def _handle_events(self) -> bool:
-        """Handle events, waiting for at most POLL_S. Return False if there were none."""
+        """Handle events, after a wait of at most POLL_S seconds. Return False if there were no events."""
         assert self.listener is not None
         poll = select.poll()
         awaited = {

@@ -12,7 +12,7 @@ Axis = Literal["tp", "dp", "pp", "ep"]
 
 
 def share_of(num_items: int, part: int, num_parts: int) -> slice:
-    """Return the items of one part, where items are divided in order and as evenly as possible."""
+    """Return the slice of the items of one part, if items are divided in order and as evenly as possible."""
     assert 0 <= part < num_parts
     return slice(num_items * part // num_parts, num_items * (part + 1) // num_parts)
 
@@ -64,7 +64,10 @@ class Mesh:
         return tuple(other for other in range(self.world_size) if self._group_key(axis, other) == key)
 
     def neighbour(self, rank: int, distance: Literal[-1, 1]) -> tuple[int, int] | None:
-        """Return the rank and its counterpart in the previous (-1) or next (1) stage, ascending; None without one."""
+        """Return the rank and its counterpart in the previous (-1) or next (1) stage, ascending.
+
+        None if there is no such stage.
+        """
         stage = self.coordinates(rank).pp + distance
         if not 0 <= stage < self.pp:
             return None
@@ -72,7 +75,7 @@ class Mesh:
         return min(rank, other), max(rank, other)
 
     def _group_key(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the coordinates that all ranks of the group share."""
+        """Return the coordinates that all ranks of the rank's group along `axis` have in common."""
         at = self.coordinates(rank)
         match axis:
             case "tp":

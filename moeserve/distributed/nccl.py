@@ -2,7 +2,7 @@
 
 NCCL carries float16, bfloat16, float32, float64, 8-bit floats, int8, uint8, int32, int64 and bool. Its errors are
 RuntimeErrors. A failure on the device is detected by torch's watchdog thread after the call has returned. Any torch
-process group with the methods used here works: the tests pass one of gloo.
+process group with the methods used here works: the tests pass a gloo process group.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moeserve.distributed.symmetric_memory import OneShotAllReduce
 from moeserve.distributed.transport import Pending, Transport, TransportError, reduce_scatter_by_all_to_all
 from moeserve.errors import SettingsError
 
-# torch's watchdog thread monitors the communicators. With 2 it aborts a failed communicator, and the process goes on.
-# With 3, torch's default, it ends the process before this rank can report which collective failed.
+# torch's watchdog thread monitors the communicators. With 2, the watchdog aborts a failed communicator, and the process
+# continues. With 3, torch's default, the watchdog ends the process before this rank can report the failed collective.
 ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 LOST = "NCCL lost the connection with another rank"
@@ -41,9 +41,9 @@ class NcclTransport(Transport):
 
     **Sums.** NCCL chooses the order of additions by its algorithm, the size, and the wiring of the machine, and may
     round after each addition, so the last bits depend on all of these. The order does not matter where all terms but
-    one are zero, as in the combine of small steps. Where ranks have different numbers of rows, sums are added here
-    instead, in float32 and in the order of the other transports, unless `small_all_reduce` applies. So are sums for
-    which the caller gives the dtype of the result: those of chunked products (`InputChunks`), whose order matters.
+    one are zero, as in the combine of small steps. This class adds in float32 and in the order of the other transports,
+    instead of NCCL, in two cases: where ranks have different numbers of rows, unless `small_all_reduce` applies; and
+    where the caller gives the dtype of the result, as for chunked products (`InputChunks`), whose order matters.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class NcclTransport(Transport):
         return reduced
 
     def raise_failure(self) -> None:
-        """Raise TransportError if a collective was aborted: its stream goes on, without a valid result.
+        """Raise TransportError if a collective was aborted: the GPU stream continues without a valid result.
 
         Call this after the host has waited for the device, before the results are used.
         """
@@ -121,7 +121,7 @@ class NcclTransport(Transport):
     def check(self, device: torch.device) -> None:
         """Run one small collective of each kind and wait for it on the host, to detect failures before the first step.
 
-        collective: all ranks of the group. Raises TransportError if one fails or returns a wrong result.
+        collective: all ranks of the group. Raises TransportError if a collective fails or returns a wrong result.
         """
         ones = torch.ones(self._num_ranks, dtype=torch.float32, device=device)
         equal = [1] * self._num_ranks
@@ -159,7 +159,7 @@ class NcclTransport(Transport):
             raise TransportError(cause_of(error, self._timeout_s)) from error
 
     def _waiter(self, work: Work | None) -> Callable[[], None]:
-        """Return a function that makes the current stream wait. The work keeps its tensors alive until then."""
+        """Return a function that makes the current stream wait for `work`, which keeps its tensors alive until then."""
         self._under_way.add(id(work))
 
         def wait() -> None:
@@ -185,7 +185,8 @@ def make_process_group(
     """Connect to the other ranks, each of which has its own GPU, and return a ProcessGroupNCCL.
 
     timeout_s limits both the connecting and each collective. NCCL uses the network interface with `address`, unless
-    NCCL_SOCKET_IFNAME names one. By default NCCL would choose one that is open to the network, even on a single host.
+    NCCL_SOCKET_IFNAME names an interface. By default, NCCL would choose an interface that is open to the network, even
+    on a single host.
 
     Raises:
         SettingsError: this torch has no NCCL.

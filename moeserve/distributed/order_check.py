@@ -1,7 +1,7 @@
-"""A debugging check that all ranks of a group call the same collective, made before they wait for each other.
+"""A debugging check that all ranks of a group call the same collective.
 
-Before each collective, its ranks exchange descriptions of it over connections that only the check uses. All groups
-share these connections, so a rank that calls a collective of another group is detected as well.
+Before each collective, ranks exchange descriptions of the collective over connections that only the check uses. All
+groups share these connections, so a rank that calls a collective of another group is detected as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CollectiveCall:
     step: int = NO_STEP
     dtype: str = "uint8"
     shape: tuple[int, ...] = ()  # without the first dimension where it may differ between ranks
-    sizes: tuple[int, ...] = ()  # rows by rank where ranks must agree; for a broadcast, the source
+    sizes: tuple[int, ...] = ()  # rows of each rank, if ranks must agree on them; for a broadcast, the source
     num_sent: int = 0  # rows from this rank to the other
     num_expected: int = 0  # rows from the other rank to this one
 
@@ -54,7 +54,7 @@ class CollectiveCall:
         return f"{self.operation} of group {self.group!r} ({', '.join(parts)})"
 
     def to_row(self, num_ranks: int) -> Tensor:
-        """Encode as uint8. The length depends only on num_ranks."""
+        """Return the call encoded as uint8. The length depends only on `num_ranks`."""
         encoded = msgspec.json.encode(self).ljust(512 + 16 * num_ranks)
         return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
@@ -64,7 +64,7 @@ class CollectiveCall:
 
 
 class OrderCheck:
-    """One rank's side of the check. Ranks are those of the world."""
+    """One rank's side of the check. Ranks have their numbers in the world."""
 
     def __init__(self, rank: int, process_group: ProcessGroupGloo, timeout_s: float) -> None:
         self.rank = rank

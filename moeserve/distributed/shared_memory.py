@@ -1,13 +1,13 @@
 """The transport between ranks of one host through memory that all of them map.
 
-Each rank makes unnamed memory, passes it to the other ranks, and writes the data that it sends into it. The protocol is
-described in csrc/host/shared_memory.h. Killed ranks leave nothing behind, and on Linux the size of /dev/shm is
-irrelevant.
+Each rank makes unnamed memory, shares the memory with the other ranks, and writes there the data that it sends. The
+protocol is described in csrc/host/shared_memory.h. Killed ranks leave nothing behind, and on Linux the size of /dev/shm
+is irrelevant.
 
 A waiting rank spins briefly and then sleeps. A collective in progress advances only while this rank begins or waits for
 a collective on the same connection. Data is sent in the order in which collectives begin; up to NUM_SLOTS collectives
 of up to SLOT_BYTES each are sent completely when they begin. All ranks must wait for collectives of different groups in
-the same order; those of one group may be waited for in any order.
+the same order. Collectives of one group may be waited for in any order.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from moeserve.processes.memory_file import make_memory_file
 NUM_SLOTS = 8
 SLOT_BYTES = 2**18
 
-# Seconds that a waiting rank spins before it sleeps. With a core per rank, longer than it takes to wake a sleeping
-# process; else almost none, because the rank that is waited for may need this core.
+# Seconds that a waiting rank spins before it sleeps. With a core per rank, that is longer than it takes to wake a
+# sleeping process. With fewer cores, a rank hardly spins, because another rank may need the core to send its data.
 SPIN_S = 50e-6
 SPIN_WITHOUT_CORE_S = 1e-6
 
@@ -123,7 +123,7 @@ class SharedMemoryConnection:
         self._store = store
         self._num_shared = 0  # number of calls of `share_memory`
         self._timeout_s = timeout_s
-        # By operation: the tensors that it reads and writes, kept alive until it is waited for.
+        # The tensors that each operation reads and writes, kept alive until the operation is waited for.
         self._in_use: dict[int, tuple[Tensor, Tensor]] = {}
 
     def waiter(self, operation: int, source: Tensor, target: Tensor, *, is_measured: bool) -> Callable[[], None]:
@@ -139,7 +139,7 @@ class SharedMemoryConnection:
         return wait
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """Return memory of the group's first rank that all ranks map. See `GroupCoordinator.share_memory`."""
+        """Return [num_bytes] uint8 memory of the first rank that all ranks map. See `GroupCoordinator.share_memory`."""
         store = PrefixStore(f"shared/{self._num_shared}", self._store)
         self._num_shared += 1
         size = num_bytes if self.rank_in_group == 0 else mmap.PAGESIZE
@@ -162,7 +162,7 @@ class SharedMemoryConnection:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def cause_of(self, outcome: int) -> str:
-        """Return the cause of a failed wait. It names ranks by their number in the world."""
+        """Return the cause of a failed wait. Ranks are named by their numbers in the world."""
         absent = [self.ranks[index] for index in self.memory.absent()]
         match outcome:
             case WaitResult.TIMEOUT:
@@ -178,7 +178,7 @@ class SharedMemoryConnection:
                 return "this rank has left the group"
 
     def close(self) -> None:
-        """Leave the group: other ranks that wait for this one fail at once. May be called twice."""
+        """Leave the group: other ranks that wait for this rank fail at once. May be called twice."""
         self.memory.close()
         self._peers.close()
 

@@ -32,7 +32,8 @@ from moeserve.processes import local_sockets
 from moeserve.processes.channel import Channel
 from moeserve.processes.proof import NONCE_BYTES, proof
 
-# Ranks that fail from the same cause report within moments of each other. Ranks silent after this time are the cause.
+# Seconds. Ranks that fail from the same cause report within moments of each other. Ranks that are silent after this
+# time are probably the cause.
 WAIT_FOR_REPORTS_S = 0.5
 
 
@@ -171,9 +172,9 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 class GatheringStore(Store):
-    """A store in which each rank sets one key and reads all. It fetches all keys together.
+    """A store in which each rank sets one key and reads the keys of all ranks, which are fetched in one request.
 
-    gloo connects its ranks in this way. Without this class, n ranks would make n * n requests.
+    gloo sets and reads keys in this way to connect ranks. Without this class, n ranks would make n * n requests.
     """
 
     def __init__(self, store: RendezvousStore, num_ranks: int) -> None:
@@ -236,7 +237,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 class RankStore:
-    """One rank's access to the store: it registers the rank, and exchanges failure reports with the others."""
+    """One rank's access to the store: it registers the rank, and exchanges failure reports with the other ranks."""
 
     def __init__(
         self, rank: int, store: RendezvousStore, timeout_s: float, seconds_for_reports: float = WAIT_FOR_REPORTS_S
@@ -251,7 +252,8 @@ class RankStore:
         """Publish this rank's description, and return the descriptions of `ranks` once all of them have registered.
 
         Raises:
-            DistributedError: this rank registered before, or a rank did not register in time; names the missing ranks.
+            DistributedError: this rank registered before, or a rank did not register in time; the message names the
+                missing ranks.
         """
         if self.store.add(f"num_registrations/{self.rank}", 1) > 1:
             raise DistributedError(f"rank {self.rank} registered twice: every rank connects once to a store")
@@ -265,7 +267,7 @@ class RankStore:
             since_s: the `time.monotonic` time from which `timeout_s` counts.
 
         Raises:
-            DistributedError: a rank did not call it in time; names the missing ranks.
+            DistributedError: a rank did not call this in time; the message names the missing ranks.
         """
         self.store.set(f"loaded/{self.rank}", "")
         left_s = max(0.0, since_s + timeout_s - time.monotonic())

@@ -47,7 +47,10 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
 
 class CompareSet(msgspec.Struct, frozen=True, tag="compare-set"):
-    """Request to set a key that has the expected value, or is absent if `expected` is empty. The reply is its value."""
+    """Request to set a key that has the expected value, or that is absent if `expected` is empty.
+
+    The reply is the key's value after the request, or `expected` if the key is absent.
+    """
 
     key: str
     expected: bytes
@@ -55,25 +58,28 @@ class CompareSet(msgspec.Struct, frozen=True, tag="compare-set"):
 
 
 class Delete(msgspec.Struct, frozen=True, tag="delete"):
-    """Request to remove a key. The reply is True if it existed."""
+    """Request to remove a key. The reply is True if the key existed."""
 
     key: str
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Request to look for keys. The reply is True if all of them exist."""
+    """Request to look for keys. The reply is True if all keys exist."""
 
     keys: list[str]
 
 
 class Get(msgspec.Struct, frozen=True, tag="get"):
-    """Request for the values of keys. The reply is sent once all of them exist."""
+    """Request for the values of keys. The reply is sent once all keys exist."""
 
     keys: list[str]
 
 
 class Collect(msgspec.Struct, frozen=True, tag="collect"):
-    """Request for all entries of a folder (keys up to the last "/") by the rest of the key, once there are enough."""
+    """Request for all entries of a folder, which is the part of a key before its last "/".
+
+    The reply maps the rest of each key to its value, and is sent once the folder has `num_entries` entries.
+    """
 
     folder: str
     num_entries: int
@@ -83,7 +89,7 @@ Operation: TypeAlias = Set | Add | CompareSet | Delete | Check | Get | Collect
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request. A connection has one request at a time: a new request replaces one that still waits."""
+    """One request. A connection has one request at a time: a new request replaces a request that still waits."""
 
     number: int
     operation: Operation
@@ -125,7 +131,10 @@ def start_store(host: str | None = None) -> StoreServer:
 
 
 def _growth(folder: str, num_entries: int) -> str:
-    """Return the entry that a request for `num_entries` waits for. It cannot be a key: no key has an empty part."""
+    """Return the name under which a `Collect` request waits for the folder to have `num_entries` entries.
+
+    The name never equals a key, because no key has an empty part.
+    """
     return f"{folder}//{num_entries}"
 
 
@@ -160,9 +169,9 @@ class _Loop:
         self._listener, self._key, self._wake_up = listener, key, wake_up
         listener.setblocking(False)
         self._folders: dict[str, dict[str, bytes]] = {}
-        self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}  # by file descriptor; so are the ranks
-        self._ranks: dict[int, _Rank] = {}
-        self._waiting_for: dict[str, list[_Rank]] = {}  # ranks whose request needs this key or `_growth`
+        self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}  # by file descriptor
+        self._ranks: dict[int, _Rank] = {}  # by file descriptor
+        self._waiting_for: dict[str, list[_Rank]] = {}  # by key, or by name from `_growth`: ranks that wait for it
         self._poll = select.poll()
         self._is_listening = True
 

@@ -86,8 +86,8 @@ class _Attempts:
         """Return the result of `do`. Collective: all ranks of the group.
 
         Raises:
-            TransportUnavailable: on all ranks, if `do` fails on any.
-            TransportError: a rank does not come in time.
+            TransportUnavailable: on all ranks, if `do` fails on any rank.
+            TransportError: a rank does not answer in time.
         """
         self._num_made += 1
         results, refusal = [], ""
@@ -115,7 +115,7 @@ def _check_requirements(
 
 
 def _check(one_shot: OneShotAllReduce, rank_in_group: int, num_ranks: int, device: torch.device) -> None:
-    """Raise TransportUnavailable if a sum is wrong. Two trials: the second must not read values of the first."""
+    """Raise TransportUnavailable if one of two sums is wrong. The second sum must not read values of the first."""
     sums, expected = [], []
     for trial in range(2):  # run both even if the first fails, because other ranks join both
         x = torch.arange(256, dtype=torch.float32, device=device)
@@ -146,7 +146,7 @@ class OneShotAllReduce:
         return x.dtype in DTYPES and 0 < x.nbytes <= MAX_BYTES and x.nbytes % ALIGNMENT == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks in new memory. x is contiguous."""
+        """Return the sum of x over ranks, in new memory with the shape and dtype of x. x is contiguous."""
         assert self.supports(x), (x.dtype, x.nbytes)
         if x.data_ptr() % ALIGNMENT:  # a view from the middle of another tensor
             x = x.clone()
@@ -164,20 +164,20 @@ class OneShotAllReduce:
 class TorchSymmetricMemory:
     """The parts of torch's symmetric memory that versions 2.9 to 2.13 have in common.
 
-    Its operations look up a group by name in a table of the process, so an open group is registered there. No other
-    global state of torch.distributed is changed.
+    torch's operations look up a group by name in a table of the process, so an open group is registered in that table.
+    No other global state of torch.distributed is changed.
     """
 
     def __init__(self, process_group: Any) -> None:
         """
         Args:
-            process_group: the group of the same ranks from `nccl.make_process_group`; only its names are read.
+            process_group: the process group of the same ranks from `nccl.make_process_group`.
         """
         self._backend = process_group
         self._group: Any = None
 
     def missing(self, device: torch.device) -> str:
-        """Return the requirement that this rank lacks for symmetric memory; "" if it finds none."""
+        """Return a requirement of symmetric memory that this rank does not meet; "" if it meets all."""
         if not hasattr(_c10d(), "_SymmetricMemory") or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):
             return f"torch {torch.__version__} has no symmetric memory"
         if torch.cuda.get_device_capability(device) < (8, 0):
@@ -190,11 +190,11 @@ class TorchSymmetricMemory:
         group = as_torch_group(store, rank, num_ranks, self._backend)
         group._set_group_name(name)
         c10d._register_process_group(name, group)
-        self._group = group  # the table does not keep it alive
+        self._group = group  # torch's table does not keep the group alive
         c10d._SymmetricMemory.set_group_info(name, rank, num_ranks, store)
 
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """Return memory that the other ranks can map."""
+        """Return [num_bytes] uint8 memory that the other ranks can map."""
         memory: Tensor = _c10d()._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
         return memory
 

@@ -31,8 +31,8 @@ Pending: TypeAlias = tuple[Tensor, Callable[[], object]]
 class Transport(Protocol):
     """One rank's collectives with the other ranks (at least one) of a group.
 
-    The collectives have the contracts of `GroupCoordinator`. Sizes are the rows of each rank, and match x. Calls come
-    from one thread at a time. Transports override the properties and methods with a default where they differ.
+    The collectives have the contracts of `GroupCoordinator`: `sizes[r]` is the number of rows of rank r. Calls come
+    from one thread at a time. A transport overrides the properties and methods whose defaults do not fit it.
     """
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending: ...
@@ -46,7 +46,7 @@ class Transport(Protocol):
         raise TransportUnavailable(f"{type(self).__name__} shares no memory")
 
     def close(self) -> None:
-        """Close the connections, so that ranks waiting for this one fail at once. May be called twice."""
+        """Close the connections, so that ranks waiting for this rank fail at once. May be called twice."""
         ...
 
     def begin_step(self) -> None:
@@ -54,9 +54,9 @@ class Transport(Protocol):
         return
 
     def seconds_waited(self) -> list[float]:
-        """Return the seconds spent waiting for other ranks, by index of the operation within its step, over all steps.
+        """Return the seconds spent waiting for other ranks: entry i is the sum over all steps of a step's operation i.
 
-        The list has the same length on all ranks. It is empty if this transport does not measure.
+        The list has the same length on all ranks. It is empty if this transport does not measure waits.
         """
         return []
 
@@ -76,18 +76,21 @@ class Transport(Protocol):
         return False
 
     def on_replay_failure(self, fail: Callable[[str], NoReturn]) -> None:
-        """While capturing: make replays call `fail` with the cause if the collective just waited for fails."""
+        """While a CPU graph is captured: make replays call `fail` with the cause if the last collective fails."""
         raise AssertionError(f"CPU graphs cannot capture the collectives of {type(self).__name__}")
 
     def raise_failure(self) -> None:
-        """Raise TransportError if a collective on a device failed after its call returned: the result is invalid."""
+        """Raise TransportError if a collective on a device failed after its call returned, so its result is invalid."""
         return
 
 
 def reduce_scatter_by_all_to_all(
     transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """Return this rank's rows of the sum: receive them from all ranks, and add them with `sum_in_tree`."""
+    """Return this rank's rows of the sum over ranks, [sizes[rank_in_group], ...].
+
+    Each rank sends its terms of these rows here, and `sum_in_tree` adds them.
+    """
     num_own = sizes[rank_in_group]
     parts, wait = transport.begin_all_to_all(x, sizes, [num_own] * len(sizes))
     wait()
@@ -100,7 +103,7 @@ def sum_in_tree(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     Splitting each part into two neighbours that add up to it therefore does not change the bytes of the sum.
 
     Args:
-        dtype: dtype to which the sum is rounded; None: that of the parts.
+        dtype: dtype to which the sum is rounded; None: the dtype of the parts.
     """
     sums = list(parts.float() if parts.dtype in ACCUMULATED_IN_FLOAT32 else parts)
     while len(sums) > 1:
