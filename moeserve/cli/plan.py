@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
         loads=options.loads,
         num_redundant=options.num_redundant_experts,
         expert_parallel=expert_parallel,
+        keeps_stored=options.hardware is None,
         hf_overrides=options.hf_overrides,
     )
     estimates = None

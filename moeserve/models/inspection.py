@@ -98,10 +98,7 @@ def inspect(
     description = describe(folder, hf_overrides=hf_overrides)
     stored, problem = _stored(folder_of(folder), description.weight_format)
     dtype = dtype or description.dtype
-    checkpoint = None
-    if stored is not None and description.keeps_stored(dtype):
-        checkpoint = open_checkpoint(folder_of(folder), description.weight_format)
-        checkpoint = translated(checkpoint, description.family, description.model.num_decoder_layers)
+    checkpoint = None if stored is None else kept_checkpoint(folder, description, dtype)
     summary = summarize(description, dtype, kv_cache_dtype=kv_cache_dtype, checkpoint=checkpoint)
     first_layers = description.model.first_layers
     stage_layers = layers_of_stages(summary.num_layers, num_stages, pipeline_layers, first_layers)
@@ -132,6 +129,18 @@ def inspect(
         free_bytes=free_memory(),
         stages=_stages(description, dtype, kv_cache_dtype, stage_layers, checkpoint) if num_stages > 1 else (),
     )
+
+
+def kept_checkpoint(folder: Path, description: Description, dtype: DtypeName) -> Checkpoint | None:
+    """Return the checkpoint if a CPU keeps its weights as they are stored, else None.
+
+    Raises:
+        CheckpointError: shards are missing or damaged.
+    """
+    if not description.keeps_stored(dtype):
+        return None
+    checkpoint = open_checkpoint(folder_of(folder), description.weight_format)
+    return translated(checkpoint, description.family, description.model.num_decoder_layers)
 
 
 def as_text(found: Inspection) -> str:

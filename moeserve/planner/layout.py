@@ -8,6 +8,7 @@ and all experts are equally loaded. They hold for large steps; in small ones bot
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from moeserve.config.resolve_parallel import layers_of_stages
 from moeserve.config.settings import CacheDtypeName, DtypeName, ParallelSettings, QuantizationName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
-from moeserve.errors import SettingsError, shown
+from moeserve.errors import CheckpointError, SettingsError, shown
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.layers.moe.placement.eplb import imbalance, rank_loads
 from moeserve.layers.moe.placement.placement import Placement, read_loads
 from moeserve.machine import shown_bytes
+from moeserve.models.checkpoint.shards import Checkpoint
+from moeserve.models.inspection import kept_checkpoint
 from moeserve.models.model_config import ModelSpec
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
@@ -104,6 +107,7 @@ def find_layouts(
     loads: Path | None = None,
     num_redundant: int = 0,
     expert_parallel: Literal["auto"] | bool = True,
+    keeps_stored: bool = False,
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> Layouts:
     """Return all layouts of `num_ranks` ranks, from most replicas to fewest, or only the one with the given tp.
@@ -114,6 +118,8 @@ def find_layouts(
         loads: file with the tokens of each routed expert; see `read_loads`.
         num_redundant: slots beyond one per expert, over all ranks together.
         expert_parallel: the engine's setting on a CPU with kernels. False: a layout of one replica slices its experts.
+        keeps_stored: True: count weights that a CPU keeps as they are stored in their size in the checkpoint, if its
+            shards are here. False: count all weights in `dtype`, or MXFP4.
         hf_overrides: changes to config.json.
 
     Raises:
@@ -139,11 +145,17 @@ def find_layouts(
         expert_parallel=expert_parallel,
     )
     is_sliced = num_expert_ranks in sizes and _is_sliced(parallel, description, dtype)  # with a single replica
+    checkpoint = None
+    if keeps_stored:
+        with contextlib.suppress(CheckpointError):  # the shards are not here
+            checkpoint = kept_checkpoint(folder, description, dtype)
     layouts = []
     for size in sizes:
         mesh = Mesh(tp=size, dp=num_expert_ranks // size, pp=pp)
         placed = config.slice_experts(size) if is_sliced and mesh.dp == 1 else placements
-        layouts.append(_layout(description, mesh, dtype, kv_cache_dtype, placed, stage_layers, fullest_rank))
+        layouts.append(
+            _layout(description, mesh, dtype, kv_cache_dtype, placed, stage_layers, fullest_rank, checkpoint)
+        )
     return Layouts(
         model=str(folder),
         num_ranks=num_ranks,
@@ -250,6 +262,7 @@ def _layout(
     placements: Sequence[Placement],
     stage_layers: Sequence[int],
     fullest_rank: float,
+    checkpoint: Checkpoint | None,
 ) -> Layout:
     config = description.model
     refusal = config.refusal_to_divide(mesh.tp)
@@ -264,7 +277,7 @@ def _layout(
     stages = []
     for number, layers in enumerate(itertools.starmap(range, itertools.pairwise(ends))):
         groups = unconnected(mesh, mesh.group("ep", number * mesh.tp)[fullest])
-        found = summarize(description, dtype, groups, placements, layers, kv_cache_dtype)
+        found = summarize(description, dtype, groups, placements, layers, kv_cache_dtype, checkpoint)
         stages.append(Stage(layers.start, len(layers), found.weight_bytes, found.parts, found.cache))
     num_heads = config.costs_of_attention(mesh.tp)[0].num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from reference_models import SHAPES, Reference, make_reference
 from safetensors.torch import load_file, save_file
 from test_families import logits_of
 
-from moeserve import LLM, CheckpointError, SamplingParams
+from moeserve import LLM, CheckpointError, SamplingParams, cli
 from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.checkpoint.packed_cache_writer import wait_for_cache_writers
 from moeserve.models.checkpoint.packing import packed_state, weights_of
@@ -88,7 +89,7 @@ def outputs(path: Path, prompts: list[list[int]], **options: Any) -> list[Any]:
         return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in llm.generate(prompts, GREEDY)]
 
 
-def test_logits_are_those_of_the_dequantised_checkpoint(pair: Pair) -> None:
+def test_logits_are_those_of_the_dequantised_checkpoint(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """All encoded weights stay, but for the maps of latent attention that are turned. Their size is counted before."""
     prompt = pair.original.prompts(100)[0]
     logits, kept, others, sizes = [], set(), set(), []
@@ -103,6 +104,8 @@ def test_logits_are_those_of_the_dequantised_checkpoint(pair: Pair) -> None:
     found = inspect(pair.encoded, "bfloat16")
     assert "fp8 in blocks of 128 x 128, kept in memory" in as_text(found)
     assert found.weight_bytes == sizes[0]
+    assert cli.main(["plan", str(pair.encoded), "--ranks", "1", "--dtype", "bfloat16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["weight_bytes"] == sizes[0]
     stored = [folder / "model.safetensors" for folder in (pair.encoded, pair.decoded)]
     assert sizes[0] < stored[0].stat().st_size * 1.1 < stored[1].stat().st_size
 

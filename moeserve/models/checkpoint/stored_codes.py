@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from itertools import pairwise
@@ -22,9 +21,6 @@ from moeserve.ops.products.interface import (
     StoredCodes,
     StoredRows,
 )
-
-logger = logging.getLogger(__name__)
-
 
 @runtime_checkable
 class TypedTensor(CheckpointTensor, Protocol):
@@ -59,11 +55,14 @@ class CodedTensor(TypedTensor, Protocol):
         """
 
 
-def keep_stored(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
-    """Prepare all weights whose tensors the kernels can read as they are stored, and log the others.
+def keep_stored(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> str:
+    """Prepare all weights whose tensors the kernels can read as they are stored.
 
     Args:
         into: the destinations of each tensor, by name. The memory of weights may be on the meta device.
+
+    Returns:
+        The number of other weights and why they are dequantised, for a message. Empty if there are none.
     """
     parts: dict[AnyWeights, list[tuple[Destination, CheckpointTensor | None]]] = {}
     for name, places in into.items():
@@ -78,9 +77,7 @@ def keep_stored(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> N
             others[rows] += 1
         elif rows:
             weights.fill_panels(rows)
-    if others:
-        reasons = "; ".join(f"{count} {reason}" for reason, count in others.most_common())
-        logger.warning("%s: some weights do not stay as they are stored: %s", checkpoint.folder, reasons)
+    return "; ".join(f"{count} {reason}" for reason, count in others.most_common())
 
 
 def fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows) -> None:

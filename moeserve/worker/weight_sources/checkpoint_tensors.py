@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from moeserve.models.checkpoint.loading import keep_int4, load_weights
@@ -10,6 +11,8 @@ from moeserve.models.checkpoint.packed_cache_writer import CacheWriter
 from moeserve.models.checkpoint.packing import Packer, fill_panels, packed_state
 from moeserve.models.checkpoint.stored_codes import keep_stored
 from moeserve.worker.weight_sources.source import LoadedModel, WeightTarget
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ def choose_packing(target: WeightTarget) -> None:
     """Prepare the weights of a model without memory for the form in which the checkpoint's tensors will be packed."""
     weights, description, places = target.config.weights, target.description, target.destinations()
     if description.keeps_stored(weights.dtype, weights.quantization):
-        keep_stored(target.checkpoint, places.into)
+        others = keep_stored(target.checkpoint, places.into)
+        if others:
+            folder = target.checkpoint.folder
+            logger.warning("%s: some weights do not stay as they are stored: %s", folder, others)
     if weights.quantization == "int4" and description.weight_format.is_int4:
         keep_int4(target.checkpoint, places)
     fill_panels(place for each in places.into.values() for place in each)
