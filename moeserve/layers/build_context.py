@@ -14,7 +14,7 @@ from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.ops.backend import Backend
 
-MinBits: TypeAlias = Literal[4, 5, 6, 8]  # of a weight with quantization="int4"
+MinBits: TypeAlias = Literal[4, 5, 6, 8]  # minimum number of bits of a weight with quantization="int4"
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     quantization: QuantizationName | None = None
-    has_float8_cache: bool = False  # of keys and values
-    block_size: int = 16  # tokens of a block of the KV cache
-    max_model_len: int = 0  # of requests, which chooses one of LongRoPE's scalings
-    down_bits: MinBits = 4  # of down projections with quantization="int4"
+    has_float8_cache: bool = False  # keys and values are cached as 8-bit floats
+    block_size: int = 16  # number of tokens in a block of the KV cache
+    max_model_len: int = 0  # maximum number of tokens of a request; chooses one of LongRoPE's scalings
+    down_bits: MinBits = 4  # minimum number of bits of down projections with quantization="int4"
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
-    on_host: BuildContext | None = None  # of routed experts that are on the host of a GPU; None: they are on the device
+    on_host: BuildContext | None = None  # context of routed experts on the host of a GPU; None: they are on the device
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -40,35 +40,35 @@ class BuildContext:
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        """The dtype to which sums of chunks are rounded; None: sums are not in chunks (`GroupCoordinator`)."""
+        """The dtype to which `reduce_scatter` rounds sums over tp ranks; None: products are not added in chunks."""
         return self.dtype if self.is_batch_invariant else None
 
     @property
     def tp(self) -> GroupCoordinator:
-        """The ranks that share attention heads, dense networks and the vocabulary."""
+        """The group of ranks that divide attention heads, dense networks and the vocabulary among them."""
         return self.groups.tp
 
     @property
     def of_experts(self) -> BuildContext:
-        """The context of routed experts."""
+        """The context with which routed experts are built."""
         return self.on_host or self
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Return memory for a weight that a checkpoint will fill, in the model's dtype unless another is given."""
+        """Return a parameter of this shape that a checkpoint will fill. dtype: None for the model's dtype."""
         dtype = dtype or self.dtype
         if self.has_memory and self.quantization is None:
             memory = self.backend.allocate_weights(shape, dtype, self.device)
-        elif self.has_memory:  # quantised weights replace this one, which is then freed: it must not share pages
+        elif self.has_memory:  # freed when quantised weights replace it, so it must not share pages
             memory = torch.empty(shape, dtype=dtype, device=self.device)
         else:
             memory = torch.empty(shape, dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)
 
     def of_layer(self, layer: int, num_layers: int) -> BuildContext:
-        """Return the context of a layer. Errors of its down projection matter more in some layers than in others.
+        """Return the context of one layer, which sets the bits of the layer's down projections.
 
-        They have 6 bits in the first and in the last eighth of the layers and in every third layer between, as in the
-        Q4_K_M files of llama.cpp.
+        With quantization="int4", down projections have 6 bits in the first and the last eighth of the layers and in
+        every third layer between, where errors matter more, and 4 bits elsewhere, as in llama.cpp's Q4_K_M files.
         """
         eighth = num_layers // 8
         is_sensitive = not eighth <= layer < num_layers - eighth or (layer - eighth) % 3 == 2

@@ -1,7 +1,8 @@
 """The division of a product's inputs over tp ranks, such that its sums have the same bytes with any number of ranks.
 
-Each rank adds the products of its inputs, and the ranks add their sums. So inputs are always added in the same chunks,
-and the chunks in the same tree (`InputChunks`), of which a rank computes some chunks and the branches that join them.
+Each rank adds the products of its own inputs, and the ranks then add their sums. To keep the bytes, inputs are always
+added in the same chunks, and the sums of chunks in the same binary tree (`InputChunks`). A rank computes some of the
+chunks, and the branches of the tree that join these chunks.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ from moeserve.ops.products.interface import InputChunks
 # Best first. With 8 chunks, 1, 2, 4 and 8 ranks have whole branches of the tree.
 NUMBERS_OF_CHUNKS = (8, 4, 2, 7, 6, 5, 3, 1)
 MIN_EXPERT_CHUNK = 384  # inputs; smaller chunks make small batches of narrow experts several percent slower
-EXPERT_CHUNK_UNIT = 32  # inputs of a group of int4 weights, which must not be divided
+EXPERT_CHUNK_UNIT = 32  # inputs in a group of int4 weights; chunks must not divide a group
 
 
 @dataclass(frozen=True)
 class InputShare:
-    """The inputs of one tp rank, and how it adds them."""
+    """The inputs of one tp rank, and the chunks in which the rank adds them."""
 
     inputs: slice
-    chunks: InputChunks | None  # None: in any order
+    chunks: InputChunks | None  # None: inputs are added in any order
 
 
 def num_input_chunks(can_divide: Callable[[int], bool]) -> int:
-    """Return the number of chunks for a layer, given the numbers of ranks that can divide its heads."""
+    """Return the number of chunks for a layer. `can_divide(n)` is True if n ranks can divide the layer's heads."""
     return next(number for number in NUMBERS_OF_CHUNKS if can_divide(number))
 
 
 def keeps_bytes(num_chunks: int, num_ranks: int) -> bool:
-    """Return True if sums over this many ranks have the bytes of one rank: each rank has a whole branch of the tree."""
+    """Return True if sums over `num_ranks` have the same bytes as on one rank: each has a whole branch of the tree."""
     per_rank = num_chunks // num_ranks
     return num_ranks == 1 or (num_chunks % num_ranks == 0 and per_rank & (per_rank - 1) == 0)
 
 
 def share_inputs(num_inputs: int, num_chunks: int, context: BuildContext) -> InputShare:
-    """Return the share of this rank.
+    """Return this rank's share of a product's inputs.
 
-    Chunks have one size, and the last one what is left. Numbers of ranks that do not keep the bytes get even shares.
+    All chunks have the same size, except that the last chunk has the rest. If sums cannot keep their bytes with this
+    number of ranks, inputs are divided evenly instead of into chunks.
     """
     rank, num_ranks = context.tp.rank_in_group, context.tp.world_size
     if not context.is_batch_invariant:
@@ -58,9 +60,10 @@ def num_expert_chunks(width: int) -> int:
 
 
 def share_experts(width: int, num_slices: int, context: BuildContext) -> InputShare:
-    """Return this rank's share of the width of each expert: all of it, or one of as many slices as there are tp ranks.
+    """Return this rank's share of the width of each expert: the whole width, or one slice out of one for each tp rank.
 
-    Whole experts add their inputs in the same chunks, unless they are in MXFP4, which is never sliced.
+    Whole experts add their inputs in the same chunks as sliced experts. Experts in MXFP4 are never sliced, so they have
+    no chunks.
     """
     assert num_slices in (1, context.tp.world_size)
     rank = context.tp.rank_in_group if num_slices > 1 else 0

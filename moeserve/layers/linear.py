@@ -17,7 +17,7 @@ from moeserve.ops import products
 from moeserve.ops.products.interface import InputChunks
 from moeserve.ops.rows.interface import Rows
 
-# v this rank's share of it
+# v this rank's share of the vocabulary V
 
 
 class Linear(nn.Module):
@@ -52,20 +52,24 @@ class Linear(nn.Module):
         return output_TO
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the rows of a projection that is whole on every rank."""
+        """Yield the weight mapping of a projection that is whole on every rank."""
         yield at("weight"), whole(self.weight, self.weights)
         if self.bias is not None:
             yield at("bias"), whole(self.bias)
 
     def summed_rows(self, at: At, share: slice, num_columns: int, *, has_bias: bool) -> Iterator[Row]:
-        """Yield the rows of a projection whose columns are divided over the tp ranks. One rank adds the bias."""
+        """Yield the weight mapping of a projection whose columns tp ranks divide. Only one rank adds the bias.
+
+        Args:
+            share: this rank's range of the `num_columns` columns.
+        """
         yield at("weight"), some_columns(self.weight, share, num_columns, self.weights)
         if has_bias:
             yield at("bias"), None if self.bias is None else whole(self.bias)
 
 
 class SideBySide(nn.Module):
-    """Several projections, each of an input of its own, whose outputs are side by side in one tensor."""
+    """Several projections, each with its own input. Their outputs lie side by side in one tensor."""
 
     def __init__(self, num_inputs: int, sizes: Sequence[int], context: BuildContext) -> None:
         super().__init__()
@@ -83,7 +87,7 @@ class SideBySide(nn.Module):
         return out_TO
 
     def rows(self, at: At, *parts: tuple[str, slice, int]) -> Iterator[Row]:
-        """Yield the rows of the weights. A part has a name, this rank's share of its rows, and the number of all."""
+        """Yield the weight mapping. Each part is a name, this rank's range of rows, and the rows of all ranks."""
         for weights, (name, share, num_rows) in zip(self.parts, parts, strict=True):
             yield at(f"{name}.weight"), some_rows(weights.open.weight_eOI[0], share, num_rows, weights)
 
@@ -103,7 +107,7 @@ class Embedding(nn.Module):
         self.weight = context.parameter(self.share.stop - self.share.start, hidden_size)
 
     def forward(self, token_ids_T: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return this rank's share [t, D] of the tokens' rows. `sizes` are the shares of all tp ranks."""
+        """Return the rows [t, D] of this rank's share of the tokens. `sizes`: number of tokens of each tp rank."""
         hidden_tD = self._rows(token_ids_T, sizes)
         return hidden_tD if self.factor == 1.0 else hidden_tD * self.factor
 
@@ -117,7 +121,7 @@ class Embedding(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Logits over the vocabulary. With tied embeddings, the weight is that of the embedding."""
+    """Logits over the vocabulary. With tied embeddings, this head uses the embedding's weight."""
 
     def __init__(
         self,
@@ -134,7 +138,7 @@ class OutputHead(nn.Module):
         Args:
             tied_to: the embedding whose weight is used.
             divisor: divides the logits.
-            cap: then keeps them within ± this number, by a hyperbolic tangent (soft-capping).
+            cap: limits the divided logits to ± this number by a hyperbolic tangent (soft-capping); None: no limit.
         """
         super().__init__()
         self.tp = context.tp
@@ -148,7 +152,7 @@ class OutputHead(nn.Module):
             context,
             has_bias=has_bias,
             limits=QuantizationLimits(min_bits=8, cuts=None),
-            # Logits stay float32 where the kernels have them so: in bfloat16, likely tokens often tie.
+            # Logits stay float32 if the kernels can return float32: in bfloat16, likely tokens often tie.
             chunks=InputChunks(hidden_size, keeps_float32=True),
             borrow=(lambda: tied_to.weight[None]) if tied_to else None,
         )

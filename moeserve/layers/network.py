@@ -1,7 +1,7 @@
-"""The interface of every kind of network, and what networks are built from and run on.
+"""The interface of every kind of network, and the objects from which networks are built and on which they run.
 
-A network is one summand of the residual stream: a token mixer, a dense network, or a mixture of experts. Its folder has
-its config, which families fill from config.json, and the module that the config builds.
+A network is one summand of the residual stream: a token mixer, a dense network, or a mixture of experts. Each network
+has a folder with its config, which model families fill from config.json, and with the module that the config builds.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Build:
     context: BuildContext
     hidden_size: int  # D
     norm_epsilon: float
-    num_chunks: int  # in which the layer's networks add their inputs; see `chunked_sums`
-    placements: Iterator[Placement]  # one is taken for each network with experts
+    num_chunks: int  # number of chunks in which networks add their inputs; see `chunked_sums`
+    placements: Iterator[Placement]  # each network with experts takes the next placement
     dispatchers: DispatcherFactory
 
 
 @dataclass(frozen=True)
 class Run:
-    """A step, or one half of it, on its way through the layers."""
+    """A step, or one half of a step, on its way through the layers."""
 
     step: StepInputs
     rotations: Rotations
     _shared: dict[type, Any] = field(default_factory=dict)
 
     def shared(self, kind: type[Item]) -> Item:
-        """Return the object of this type that networks pass on to later ones; a new one in the first of them."""
+        """Return the object of type `kind` by which networks pass data to later networks. The first call makes it."""
         if kind not in self._shared:
             self._shared[kind] = kind()
         found: Item = self._shared[kind]
@@ -62,7 +62,7 @@ class Run:
 
 
 class NetworkPart(NamedTuple):
-    """A part of a network, for counts of parameters: `num_active` of `num_all` equal pieces compute a token."""
+    """A part of a network, for counts of parameters. It has `num_all` equal pieces; `num_active` compute each token."""
 
     name: str
     module: nn.Module
@@ -72,30 +72,30 @@ class NetworkPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCosts:
-    """Quantities of a network with a cached entry for each token, on one tp rank, for estimates of its time."""
+    """Quantities from which the time of attention is estimated, on one tp rank. Attention caches an entry per token."""
 
-    num_heads: int  # of all ranks
-    decode_operations: float  # for one pair of token and position
-    prompt_operations: float
+    num_heads: int  # number of heads of all ranks
+    decode_operations: float  # floating-point operations for one pair of a token and a position, in decode
+    prompt_operations: float  # the same in prefill
     positions: int | None  # maximum number of positions that a token attends to; None: no limit
-    projected_values: float  # per token: queries, keys and values
-    output_values: float  # per token: of attention
-    output_parameters: float  # of the output projection
-    index_values: int = 0  # of an indexer's key; every rank has all heads of an indexer
-    index_operations: float = 0.0  # for one pair of token and position
+    projected_values: float  # values per token of queries, keys and values
+    output_values: float  # values per token that attention returns
+    output_parameters: float  # parameters of the output projection
+    index_values: int = 0  # values of an indexer's key
+    index_operations: float = 0.0  # the indexer's floating-point operations for one pair of a token and a position
 
 
 class NetworkSpec:
     """The shape of a network: hashable data, known before any weights."""
 
-    name: ClassVar[str] = "self_attn"  # of its tensors, after the layer's
-    norm_name: ClassVar[str] = "input_layernorm"  # of the norm before it
-    output_norm_name: ClassVar[str] = "self_attn_output_norm"  # of a norm of its output
-    has_dense: ClassVar[bool] = False  # a dense network is in it
+    name: ClassVar[str] = "self_attn"  # name of the network in the names of tensors, after the layer
+    norm_name: ClassVar[str] = "input_layernorm"  # name of the norm before the network
+    output_norm_name: ClassVar[str] = "self_attn_output_norm"  # name of a norm of the network's output
+    has_dense: ClassVar[bool] = False  # the network contains a dense network
 
     @property
     def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
-        """The functions of positions that the network reads."""
+        """The rotary embeddings and temperatures that the network uses."""
         return ()
 
     @property
@@ -105,7 +105,7 @@ class NetworkSpec:
 
     @property
     def moe(self) -> MoESpec | None:
-        """The experts in the network."""
+        """The experts in the network; None: there are no experts."""
         return None
 
     def cache_rules(self, block_size: int) -> tuple[AnyRule, ...]:
@@ -117,13 +117,13 @@ class NetworkSpec:
         return True
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts | None:
-        """Return the costs of attention with `tp` ranks; None: the network has no entry for each token."""
+        """Return the costs of attention with `tp` ranks; None: the network caches no entry per token."""
         return None
 
     def entry_norm(self, build: Build) -> nn.Module | None:
         """Return the module before the network, which adds the previous update to the stream and normalises the sum.
 
-        None: that of the residual stream.
+        None: the residual stream makes that module.
         """
         return None
 
@@ -147,7 +147,7 @@ class Network(nn.Module):
 
     @property
     def moe(self) -> MoELayer | None:
-        """The experts in the network."""
+        """The experts in the network; None: there are no experts."""
         return None
 
     @property
@@ -171,7 +171,7 @@ class Network(nn.Module):
         """Yield the weight mapping of this module.
 
         Args:
-            at: the place of the network.
+            at: the network's place in the names of tensors.
         """
         raise NotImplementedError
 
@@ -185,10 +185,10 @@ class Network(nn.Module):
 
 
 class OverTP(Network):
-    """A network of which each tp rank has a share. It reads the rows of all ranks, and computes a part of a sum.
+    """A network that tp ranks divide. Each rank reads the rows of all ranks, and computes a part of a sum.
 
-    Between networks, each tp rank has a share of the step's tokens. They are gathered before this one, and its outputs
-    are reduced and scattered.
+    Between networks, each tp rank has a share of the step's tokens. The tokens are gathered before this network, and
+    its outputs are reduced and scattered.
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -215,7 +215,7 @@ class OverTP(Network):
 
 
 def gathered(rows_tD: Rows | tuple[Tensor, ...], tp: GroupCoordinator, step: StepInputs) -> Any:
-    """Return the rows [T, D] of all tp ranks, of each input if there are several. FP8 rows: with a single rank only."""
+    """Return the rows [T, D] of all tp ranks; for a tuple of inputs, a tuple of rows. FP8 rows need tp = 1."""
     if isinstance(rows_tD, tuple):
         return tuple(tp.all_gather(each_tD, step.tp_sizes) for each_tD in rows_tD)  # collective: all tp ranks
     if isinstance(rows_tD, Float8Rows):
@@ -224,9 +224,9 @@ def gathered(rows_tD: Rows | tuple[Tensor, ...], tp: GroupCoordinator, step: Ste
 
 
 def run_in_turn(halves: Sequence[Stages[Result]]) -> list[Result]:
-    """Run the halves of a step in alternation, stage by stage: one computes while the rows of the other travel.
+    """Run the halves of a step in alternation, stage by stage: one half computes while the other half's rows travel.
 
-    All ranks enter the collectives of both in the same order, because each half has the same stages on all of them.
+    All ranks enter the collectives of both halves in the same order, because a half has the same stages on all ranks.
     """
     results: list[Result] = []
     while len(results) < len(halves):

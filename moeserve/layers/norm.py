@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
         return self._rms_norm(hidden_TD, self.weight, self.epsilon)
 
     def in_place(self, hidden_TD: Tensor) -> None:
-        """Replace hidden states by the normalised ones. The tensor may be a view of a wider one."""
+        """Normalise hidden states in place. The tensor may be a view of a wider tensor."""
         self._rms_norm_in_place(hidden_TD, self.weight, self.epsilon)
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Any]:
@@ -77,7 +77,7 @@ class ScaledFirstNorm(nn.Module):
         return self.norm((rows_TD * self.weight).to(rows_TD.dtype))
 
     def in_place(self, rows_TD: Tensor) -> None:
-        """Replace rows by the normalised ones."""
+        """Normalise rows in place."""
         self.norm.in_place(rows_TD.mul_(self.weight))
 
     def rows(self, at: At) -> Iterator[Row]:
@@ -99,14 +99,14 @@ class NormAfterEmbedding(nn.Module):
     ) -> None:
         """
         Args:
-            has_weight: of the norm of embedded tokens.
+            has_weight: False: the norm of embedded tokens has no weight.
         """
         super().__init__()
         self.of_embedding = RMSNorm(hidden_size, epsilon, context, has_weight=has_weight)
         self.norm = RMSNorm(hidden_size, epsilon, context, form)
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Any]:
-        """Return the normalised embedded tokens, and the norm of these."""
+        """Return the normalised embedded tokens, and the rows for the first network, which are normalised again."""
         assert update_TD is None
         return self.norm.after_adding(None, self.of_embedding(hidden_TD))
 

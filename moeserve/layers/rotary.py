@@ -33,7 +33,8 @@ class LinearScaling:
 class Llama3Scaling:
     """Divides the slow frequencies by `factor`, keeps the fast ones, and blends in between (Llama 3.1 release).
 
-    Slow are those whose wavelength exceeds original_max_position_embeddings / low_freq_factor.
+    A frequency is slow if its wavelength exceeds original_max_position_embeddings / low_freq_factor, and fast if its
+    wavelength is below original_max_position_embeddings / high_freq_factor.
     """
 
     factor: float
@@ -53,9 +54,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071): like `Llama3Scaling`, with the blend over the pairs' indices, not their frequencies.
 
-    Pairs with more than `beta_fast` cycles within the original context are kept, those with fewer than `beta_slow` are
-    divided by `factor`. To make up for the longer context, cosines and sines are multiplied by `attention_factor`, and
-    scores by `score_factor` where a model defines it (DeepSeek).
+    The frequencies of pairs with more than `beta_fast` cycles within the original context are kept, and frequencies of
+    pairs with fewer than `beta_slow` cycles are divided by `factor`. To make up for the longer context, cosines and
+    sines are multiplied by `attention_factor`, and scores by `score_factor` where a model defines it (DeepSeek).
     """
 
     factor: float
@@ -96,7 +97,7 @@ class NtkScaling:
 
 @dataclass(frozen=True)
 class ProportionalScaling:
-    """Rotates the first pairs alone, `fraction` of all, with their frequencies in a whole head (Gemma 4)."""
+    """Rotates only the first pairs, a `fraction` of all. Frequencies are as if all pairs were rotated (Gemma 4)."""
 
     fraction: float
     factor: float = 1.0  # divides the frequencies
@@ -109,7 +110,7 @@ class ProportionalScaling:
 
 @dataclass(frozen=True)
 class PairScaling:
-    """Divides the frequency of each pair by its own number, [F]."""
+    """Divides the frequency of each of the F pairs by that pair's divisor."""
 
     divisors: tuple[float, ...]
     attention_factor: float
@@ -122,8 +123,8 @@ class PairScaling:
 class LongRopeScaling:
     """LongRoPE (arXiv 2402.13753): one scaling within the original context, another one beyond it.
 
-    As in vLLM, `max_model_len` chooses one of them for all requests. The authors' code goes over to the other one when
-    a request grows beyond the original context, and then reads keys with both.
+    As in vLLM, `max_model_len` chooses one of the two scalings for all requests. The authors' code changes to the long
+    scaling when a request grows beyond the original context, and then reads keys that were rotated with either scaling.
     """
 
     short: PairScaling
@@ -158,11 +159,11 @@ class RotarySpec:
     scaling: Scaling | LongRopeScaling | None = None
     is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
     stride: int = 1  # positions are rounded down to multiples of this: all tokens of a window rotate alike
-    is_reversed: bool = False  # by the negative angle, which undoes a rotation
-    has_learned_factors: bool = False  # of the frequencies: exponentials of learned numbers (LeRoPE)
+    is_reversed: bool = False  # rotate by the negative angle, which undoes a rotation
+    has_learned_factors: bool = False  # exponentials of learned numbers multiply the frequencies (LeRoPE)
 
     def within(self, max_model_len: int) -> RotarySpec:
-        """Return the embedding of an engine whose longest request has `max_model_len` tokens."""
+        """Return this configuration with the one LongRoPE scaling that `max_model_len` (in tokens) chooses."""
         if not isinstance(self.scaling, LongRopeScaling):
             return self
         is_long = self.scaling.is_long(max_model_len)
@@ -170,13 +171,13 @@ class RotarySpec:
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cosines and sines."""
+        """The factor that multiplies cosines and sines."""
         kinds = YarnScaling | PairScaling | NoScaling
         return self.scaling.attention_factor if isinstance(self.scaling, kinds) else 1.0
 
     @property
     def score_factor(self) -> float:
-        """The factor of attention scores, beside the usual scale."""
+        """The factor that multiplies attention scores, in addition to the usual scale."""
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def frequencies(self) -> Tensor:
@@ -188,7 +189,7 @@ class RotarySpec:
 
 
 class Rotary(nn.Module):
-    """The frequencies of a model, on its device."""
+    """The frequencies of one rotary embedding, on the model's device."""
 
     log_factors_F: nn.Parameter | None
 
@@ -201,7 +202,7 @@ class Rotary(nn.Module):
             self.log_factors_F = nn.Parameter(torch.empty_like(self.frequencies_F), requires_grad=False)
 
     def at(self, positions_T: Tensor) -> Rotation:
-        """Return the angles of a step's tokens, computed in float32."""
+        """Return the cosines and sines [T, F] of the angles of a step's tokens, computed in float32."""
         if self.config.stride != 1:
             positions_T = positions_T - positions_T % self.config.stride
         frequencies_F = self.frequencies_F
@@ -216,9 +217,9 @@ class Rotary(nn.Module):
         return Rotation(cosines_TF, sines_TF, self.config.is_interleaved)
 
 
-# Of layers without rotary embedding. The cosine of zero is exactly one, so numbers keep their bytes.
+# For layers without rotary embedding: a rotation by zero. The cosine of zero is exactly one, so bytes do not change.
 NO_ROTARY = RotarySpec(dim=2, theta=2.0, scaling=NoScaling())
-# Of latent attention whose vectors have no rotated part.
+# For latent attention whose vectors have no rotated part.
 NO_ROTATED_PART = RotarySpec(dim=0, theta=2.0)
 
 
@@ -270,7 +271,7 @@ class Rotaries(nn.Module):
             config: Rotary(config.within(max_model_len), device) if isinstance(config, RotarySpec) else config
             for config in configs
         }
-        # So that torch finds their learned factors.
+        # Registered so that torch finds the learned factors of the frequencies.
         self.registered = nn.ModuleList(self._rotaries)
 
     @property
@@ -279,13 +280,13 @@ class Rotaries(nn.Module):
 
     @property
     def learned_factors(self) -> list[nn.Parameter]:
-        """The logarithms of learned factors, [F] float32 each, of the frequencies that have some."""
+        """The logarithms of learned factors: an [F] float32 tensor for each embedding that has learned factors."""
         factors = (rotary.log_factors_F for rotary in self._rotaries)
         return [log_factors_F for log_factors_F in factors if log_factors_F is not None]
 
     @property
     def frequencies(self) -> list[Tensor]:
-        """The radians per position of each pair, [F] float32, with and without scaling, of each embedding."""
+        """The radians per position of each pair: for each embedding, [F] float32 with scaling, then without."""
         configs = [rotary.config for rotary in self._rotaries]
         return [each.frequencies() for config in configs for each in (config, replace(config, scaling=None))]
 

@@ -1,7 +1,7 @@
 """Rows of the weight mapping: which part of a checkpoint's tensor is copied to which memory of a rank's model.
 
-Networks yield their own rows, by the names that all families share: a family translates the names that its checkpoints
-store (`moeserve/models/family.py`).
+Networks yield rows under tensor names that all model families share. Each family translates the names that its
+checkpoints store to these names (`moeserve/models/family.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Destination:
     part: tuple[slice, ...]  # slices of the tensor's leading dimensions; other dimensions are complete
     owner: AnyWeights | None = None  # the weights that own the memory; None: a parameter that is never packed
     offset: float = 0.0  # added to the checkpoint's values
-    factor: float = 1.0  # multiplies them before
+    factor: float = 1.0  # multiplies the checkpoint's values before the offset is added
     mxfp4_scales: Tensor | None = None  # memory for the scales of a matrix in MXFP4; `memory` then gets its codes
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Destination:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that are filled."""
+        """All tensors that the checkpoint fills."""
         return [self.memory] if self.mxfp4_scales is None else [self.memory, self.mxfp4_scales]
 
     @property
@@ -45,7 +45,7 @@ class Destination:
 
     @property
     def is_stored(self) -> bool:
-        """True if stored codes are packed without decoding. `memory` then has only a shape and a place."""
+        """True if a checkpoint's quantised codes are packed without decoding. `memory` then has a shape but no data."""
         return self.owner is not None and bool(self.owner.stored_rows)
 
     @property
@@ -58,7 +58,7 @@ class Destination:
 
     @property
     def first_row(self) -> int:
-        """The first of the memory's rows, counted over all weights of its owner."""
+        """The index of the memory's first row among the rows of all weights of its owner."""
         assert self.owner is not None
         weight_eOI = self.owner.open.weight_eOI
         return (self.memory.storage_offset() - weight_eOI.storage_offset()) // weight_eOI.shape[2]
@@ -69,18 +69,18 @@ Row = tuple[str, Destination | None]  # tensor name and destination; None: only 
 
 @dataclass(frozen=True)
 class At:
-    """A place in the names of a checkpoint's tensors: that of a layer, a network or a part of it."""
+    """The place of a layer, a network or a part of a network in the names of a checkpoint's tensors."""
 
     prefix: str  # "model.layers.3.self_attn"
     stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of all tensors, by name
-    norm_offset: float = 0.0  # added to the weights of norms, which checkpoints store as differences from it
+    norm_offset: float = 0.0  # added to the weights of norms, if checkpoints store them without this number
 
     def __call__(self, name: str) -> str:
         """Return the name of a tensor at this place."""
         return f"{self.prefix}.{name}"
 
     def under(self, name: str) -> At:
-        """Return the place of a part."""
+        """Return the place of the part `name` of this place."""
         return dataclasses.replace(self, prefix=self(name))
 
     def has(self, name: str) -> bool:
@@ -94,17 +94,20 @@ def whole(memory: Tensor, owner: AnyWeights | None = None, offset: float = 0.0, 
 
 
 def some_rows(memory: Tensor, share: slice, num_rows: int, owner: AnyWeights | None = None) -> Destination:
-    """Return the destination of some of a tensor's `num_rows` rows (its first dimension)."""
+    """Return the destination of rows `share` of a tensor with `num_rows` rows (the first dimension)."""
     return Destination(memory, (num_rows, *memory.shape[1:]), (share,), owner)
 
 
 def some_columns(memory: Tensor, share: slice, num_columns: int, owner: AnyWeights | None = None) -> Destination:
-    """Return the destination [rows, columns] of some of a matrix's `num_columns` columns."""
+    """Return the destination of columns `share` of a matrix [rows, num_columns]."""
     return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share), owner)
 
 
 def residual_taps(name: str, taps_WC: Tensor, share: slice, num_channels: int) -> Iterator[Row]:
-    """Yield the rows of the taps of a convolution of some channels whose input is added to its output."""
+    """Yield the weight mapping of the taps of a convolution that adds its input to its output.
+
+    The last tap in memory is the stored tap plus one, which adds the input. `share`: this rank's channels.
+    """
     num_taps = len(taps_WC)
     for part, offset in ((slice(0, num_taps - 1), 0.0), (slice(num_taps - 1, num_taps), 1.0)):
         memory = taps_WC[part].T[:, None]
@@ -112,13 +115,13 @@ def residual_taps(name: str, taps_WC: Tensor, share: slice, num_channels: int) -
 
 
 def mxfp4_matrix(codes_OI: Tensor, scales_OG: Tensor, owner: AnyWeights) -> Destination:
-    """Return the destination of a whole matrix in MXFP4 whose codes and scales are kept."""
+    """Return the destination of a whole matrix that stays in MXFP4, with memory for its codes and scales."""
     shape = codes_OI.shape[0], 2 * codes_OI.shape[1]
     return Destination(codes_OI, shape, (), owner, mxfp4_scales=scales_OG)
 
 
 def one_of_stack(matrix: Destination, index: int, num_matrices: int) -> Destination:
-    """Return the destination of a matrix in MXFP4 that the checkpoint stores in a stack of several."""
+    """Return the destination of a matrix in MXFP4 that the checkpoint stores as matrix `index` of a stack."""
     assert matrix.mxfp4_scales is not None
     return dataclasses.replace(
         matrix,
@@ -130,5 +133,5 @@ def one_of_stack(matrix: Destination, index: int, num_matrices: int) -> Destinat
 
 
 def rows_of_heads(share: slice, size: int) -> slice:
-    """Return the rows of a share of heads of `size` rows each."""
+    """Return the range of rows of a range of heads with `size` rows each."""
     return slice(share.start * size, share.stop * size)

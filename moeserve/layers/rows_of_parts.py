@@ -1,4 +1,4 @@
-"""Rows of tensors that store the heads of several parts, such as queries, keys and values."""
+"""The weight mapping of tensors that store the heads of several parts together, such as queries, keys and values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def joined(name: str, parts: Sequence[Part]) -> Iterator[Row]:
 
 
 def by_key_head(name: str, parts: Sequence[Part], key_heads: slice, num_key_heads: int) -> Iterator[Row]:
-    """Yield the rows of a tensor that is ordered by key head, each with its rows of all parts."""
+    """Yield the rows of a tensor that stores, for one key head after the other, the head's rows of all parts."""
     sizes = [part.num_rows // num_key_heads for part in parts]
     num_rows = sum(part.num_rows for part in parts)
     for slot, head in enumerate(range(key_heads.start, key_heads.stop)):

@@ -14,7 +14,7 @@ class StateCache:
     """The states of one layer, a row for each running request and each saved state; see `StateRows`."""
 
     inputs: Tensor  # [rows, w, C] in the model's dtype: the last inputs of the convolution, oldest first
-    states: Tensor | None = None  # [rows, N, K, V] float32, of linear attention
+    states: Tensor | None = None  # recurrent states in float32; linear attention: [rows, N, K, V]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

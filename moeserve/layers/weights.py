@@ -36,11 +36,11 @@ MIN_QUANTIZED_OUTPUTS = 2  # a gate of one output takes too few bytes to matter
 class QuantizationLimits:
     """The limits up to which a weight may be quantised."""
 
-    min_bits: MinBits = 4  # with quantization="int4"
-    # Rows and columns, here and in a checkpoint, at which published tensors are cut or joined. Blocks of 8-bit floats
-    # must begin at each of them. None: the weight is never in 8-bit floats.
+    min_bits: MinBits = 4  # minimum number of bits with quantization="int4"
+    # Rows and columns, in memory and in a checkpoint, at which published tensors are cut or joined. A block of 8-bit
+    # floats must begin at each cut. None: the weight is never in 8-bit floats.
     cuts: tuple[int, ...] | None = ()
-    can_be_mxfp4: bool = False  # checkpoints in MXFP4 store this weight so
+    can_be_mxfp4: bool = False  # checkpoints in MXFP4 store this weight in MXFP4
 
 
 DEFAULT_LIMITS = QuantizationLimits()
@@ -50,18 +50,18 @@ class Weights(nn.Module, Generic[AnyProduct]):
     """Weights [e, O, I] of one shape side by side, and their product with rows.
 
     `memory` exists from `allocate` until the weights are packed, `panels` from then on. With `fills_panels`, rows are
-    packed as they are read, and only the panels get memory. Where the kernels read open weights they stay open, and may
-    be 8-bit floats with `scales` (see `weight_blocks`). In MXFP4, `memory` and `scales` have codes and exponents (see
-    `OpenWeights`) until the weights are packed.
+    packed as they are read, and only the panels get memory. If the kernels read open weights, the weights stay open,
+    and may be 8-bit floats with `scales` (see `weight_blocks`). In MXFP4, `memory` and `scales` have codes and
+    exponents (see `OpenWeights`) until the weights are packed.
 
-    A destination that a checkpoint fills refers to its weights by this module.
+    In the weight mapping, this module is the owner of the destinations that a checkpoint fills.
 
     Args:
         kind: the kind of product, such as `products.SINGLE`.
         shape: e, O and I.
-        borrow: returns memory [e, O, I] of another module to use; it is left as it is.
-        feeds: the weights whose product alone reads the results of this one.
-        chunks: how the inputs are added if tp ranks divide them.
+        borrow: returns the memory [e, O, I] of another module, which is read but never changed.
+        feeds: the weights whose product is the only reader of this product's results.
+        chunks: the chunks in which inputs are added, if tp ranks divide the inputs.
     """
 
     memory: nn.Parameter | None  # [e, O, I]; in MXFP4 [e, O, I / 2]
@@ -92,7 +92,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.activation = activation
         self.limits = limits
         self.borrow = borrow
-        # 8-bit floats with a scale for each block. Their product takes `Float8Rows`.
+        # True: the weights are 8-bit floats with a scale for each block, and their product takes `Float8Rows`.
         self.is_in_blocks = context.quantization == "fp8" and self.fits_blocks
         self.feeds_blocks = feeds is not None and feeds.is_in_blocks
         num_weights, num_outputs, _ = shape
@@ -101,7 +101,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.bias = context.parameter(num_weights, num_outputs) if has_bias else None
         self.register_buffer("panels", None)
         self.int4_scales = None
-        self.stored_rows: tuple[StoredRows, ...] = ()  # formats in which the weights stay as stored; empty: none
+        self.stored_rows: tuple[StoredRows, ...] = ()  # formats of rows that stay as stored; empty: none
         self.fills_panels = False
         self.is_on_disk = False  # packed into a file, of which kernels read copies: see models/expert_store
 
@@ -129,7 +129,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.product = self._kind.make(self.context.backend, self.open)
 
     def input_of(self, rows: Rows) -> Rows:
-        """Return rows in a form that the product takes."""
+        """Return `rows` in the form that the product takes."""
         return rows if self.is_in_blocks else plain_rows(rows)
 
     @property
@@ -155,15 +155,19 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.int4_scales = torch.empty(num_weights, num_outputs, -(-num_inputs // INT4_GROUP), dtype=torch.float16)
 
     def fill_panels(self, stored_rows: tuple[StoredRows, ...] = ()) -> None:
-        """Pack rows as `fill_rows` gets them, or `fill_stored` in these formats. Called for weights without memory."""
+        """Pack rows as soon as `fill_rows` receives them, or `fill_stored` in the formats of `stored_rows`.
+
+        Called for weights without memory.
+        """
         assert self.memory is not None
         assert self.memory.is_meta
         self.fills_panels, self.stored_rows = True, stored_rows
 
     def fill_rows(self, row: int, rows_RI: Tensor) -> None:
-        """Pack contiguous rows from `row` on, counted over all weights.
+        """Pack contiguous rows. The first has index `row`, counted over all weights.
 
-        In each part of a weight they begin at a multiple of PANEL_ROWS, and end at one or with the part.
+        In each part of a weight, the rows begin at a multiple of PANEL_ROWS. They end at a multiple of PANEL_ROWS or at
+        the end of the part.
         """
         packing, packed_format = self._packing, self.packed_format
         assert packing is not None
@@ -177,7 +181,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
             row, rows_RI = row + size, rows_RI[size:]
 
     def fill_stored(self, row: int, stored: StoredCodes) -> bool:
-        """Pack stored rows from `row` on, counted over all weights. Return False if a scale is not finite."""
+        """Pack stored rows, the first with index `row` over all weights. Return False if a scale is not finite."""
         packing = self._packing
         assert packing is not None
         slot, row = divmod(row, self.shape[1])
@@ -194,7 +198,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of a weight's outputs: gates and ups, or one."""
+        """Number of parts of a weight's outputs: 2 (gates and ups) or 1."""
         return num_parts_of(self.activation)
 
     @property
@@ -224,7 +228,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
 
     @property
     def memory_of_each(self) -> list[Tensor]:
-        """All tensors of the weights, as [e, bytes] uint8 each. What is written to them changes the products."""
+        """All tensors of the weights, each as [e, bytes] uint8. Products use what is written to these tensors."""
         held = self.panels if self.memory is None else self.memory.data
         assert held is not None
         tensors = [held, *(other.data for other in (self.scales, self.bias) if other is not None)]
@@ -254,7 +258,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         return "int8" if quantization == "int8" else FORMATS_OF_INT4[self.limits.min_bits]
 
     def pack(self) -> None:
-        """Pack the filled weights, in their own memory or with it released. Called once."""
+        """Pack the filled weights, in place if possible. Otherwise the open memory is released. Called once."""
         packed_format, packing = self.packed_format, self._packing
         if packed_format is None or packing is None:
             return
@@ -263,14 +267,14 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self._use(packing.pack(self.open, packed_format, self.panels, in_place=self.packs_in_place))
 
     def fill_on_disk(self, panels: Tensor) -> None:
-        """Pack the weights into [e, bytes] uint8 of a file. Called before they are filled."""
+        """Make `pack` write to `panels`, the [e, bytes] uint8 memory of a file. Called before weights are filled."""
         assert self.is_on_disk
         self.panels = panels
 
     def pack_into(self, panels: Tensor) -> None:
-        """Pack the filled weights into the panels of weights of the same form, and release the memory.
+        """Pack the filled weights into `panels` of other weights of the same form, and release the open memory.
 
-        The weights can be filled again afterwards, once they have memory.
+        The weights can be filled again afterwards, once memory is allocated for them.
         """
         packed_format, packing = self.packed_format, self._packing
         assert packed_format is not None
@@ -288,7 +292,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
 
     @property
     def packs_in_place(self) -> bool:
-        """True if packing needs no other memory than that of the open weights."""
+        """True if packing needs no memory besides the memory of the open weights."""
         packed_format, packing = self.packed_format, self._packing
         fits = packed_format is not None and packing is not None and packing.fits_in_place(self.open, packed_format)
         return fits and not self.is_borrowed and not self.is_on_disk

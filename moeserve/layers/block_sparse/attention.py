@@ -27,19 +27,19 @@ from moeserve.step_inputs import StepInputs
 
 # n heads of the indexer, I size of its keys
 
-MIN_DENSE_ROWS = 64  # of a chunk, from which dense attention to few blocks is faster than block-sparse attention
+MIN_DENSE_ROWS = 64  # chunks with this many rows or more, and few blocks, are faster with dense attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparseSpec(NetworkSpec):
-    """The shape of block-sparse attention. Query head i has the choice of the indexer's head i // (N / n)."""
+    """The shape of block-sparse attention. Query head i reads the blocks that index head i // (N / n) chooses."""
 
     attention: AttentionSpec  # with norms of each head, and without gates
     num_index_heads: int  # divides the number of key-value heads, or is a multiple of it
-    index_size: int  # of the indexer's queries and keys, of which the same values are rotated
+    index_size: int  # size of the indexer's queries and keys; the same values are rotated as in attention
     block_size: int  # positions in a block
-    top_k: int  # blocks
-    num_local: int  # blocks up to that of a token which it always attends to; at most top_k
+    top_k: int  # number of blocks that a token attends to
+    num_local: int  # number of last blocks, a token's own included, that it always attends to; at most top_k
 
     @property
     def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
@@ -98,7 +98,7 @@ class BlockSparseCache:
 
 
 class Indexer(nn.Module):
-    """The queries of some heads, and one key for each token. Each tp rank has the heads that its queries need."""
+    """Computes index queries, and one key for each token. A tp rank has the index heads that its query heads use."""
 
     def __init__(
         self, config: BlockSparseSpec, heads: slice, hidden_size: int, epsilon: float, context: BuildContext

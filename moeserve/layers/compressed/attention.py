@@ -1,4 +1,4 @@
-"""Attention to a window of tokens and to compressed entries of all tokens before (DeepSeek-V4)."""
+"""Attention to a window of the last tokens and to compressed entries of all earlier tokens (DeepSeek-V4)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EIGHT_BITS = QuantizationLimits(8)
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerShape:
-    """The indexer that chooses the entries of a layer, by keys of their own. Its windows overlap."""
+    """The shape of an indexer, which chooses entries by a key of each entry. Windows of neighbouring keys overlap."""
 
     num_heads: int
     head_size: int
@@ -51,13 +51,13 @@ class CompressedAttentionSpec(NetworkSpec):
     query_rank: int  # size that queries are compressed to
     num_groups: int
     group_rank: int  # size that the outputs of a group are compressed to
-    rotary: RotarySpec  # of the last values of a head
-    window: int
-    ratio: int | None = None  # tokens of an entry; None: there are no entries
+    rotary: RotarySpec  # applied to the last values of a head
+    window: int  # number of last tokens that a token attends to
+    ratio: int | None = None  # number of tokens of an entry; None: there are no entries
     indexer: IndexerShape | None = None
 
     def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks, RuleOfBlocks]:
-        """Return the rules of tokens, and of entries and tails."""
+        """Return two rules that determine how long the cache keeps tokens, and entries with tails."""
         return KeepWindow(self.window, block_size), KeepAll()
 
     def can_divide(self, num_ranks: int) -> bool:
@@ -101,7 +101,10 @@ class CompressedAttentionSpec(NetworkSpec):
 
     @property
     def reversed_rotary(self) -> RotarySpec:
-        """The rotation of outputs. Values are rotated because they are keys too, and this makes it relative."""
+        """The rotation of outputs by the negative angle. Values are also keys, so they are rotated by their positions.
+
+        After this rotation, outputs depend only on distances between positions.
+        """
         return dataclasses.replace(self.rotary, is_reversed=True)
 
     @property
@@ -112,7 +115,7 @@ class CompressedAttentionSpec(NetworkSpec):
 
 
 class Pooling(nn.Module):
-    """The weights by which tokens become entries, or the indexer's keys of entries."""
+    """Pools the tokens of each window to an entry, or to the indexer's key of an entry."""
 
     def __init__(
         self, size: int, num_series: int, ratio: int, hidden_size: int, norm_epsilon: float, context: BuildContext
@@ -127,7 +130,7 @@ class Pooling(nn.Module):
     def forward(
         self, hidden_TD: Tensor, tails: Tensor, cache: CompressedCache, step: StepInputs, backend: CompressedAttention
     ) -> Tensor:
-        """Return the entry of a window, before it is rotated, in the row of its last token."""
+        """Return unrotated entries [T, size]. The entry of a window is in the row of the window's last token."""
         projected_TX = self.project(hidden_TD)
         return self.norm(backend.pool(projected_TX, self.bias, tails, cache.block_size, step))
 
@@ -141,7 +144,7 @@ class Pooling(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Chooses entries by products with keys of their own. Every tp rank has all of its heads."""
+    """Chooses entries by products of queries with the entries' keys. Every tp rank has all heads of the indexer."""
 
     def __init__(
         self, shape: IndexerShape, config: CompressedAttentionSpec, hidden_size: int, epsilon: float,
@@ -157,10 +160,10 @@ class Indexer(nn.Module):
 
 
 class CompressedSparseAttention(OverTP):
-    """Attention of each token to the last `window` tokens, and to entries of the windows that ended before.
+    """Attention of each token to the last `window` tokens, and to entries of `ratio` earlier tokens each.
 
-    Each tp rank has a share of the groups of heads, and computes a part of the sum that is the output. Each has the
-    whole cache.
+    Each tp rank has a share of the groups of heads and the whole cache, and computes a part of the sum that is the
+    output.
     """
 
     def __init__(

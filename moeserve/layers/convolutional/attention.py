@@ -1,7 +1,7 @@
 """Compressed convolutional attention (CCA, arXiv 2510.04476), as Zaya has it.
 
 Queries and keys are projected to few heads, and convolved over the last tokens: first each channel by itself, then each
-head with a matrix for each tap. Half of the values are those of the token before.
+head with a matrix for each tap. Half of a token's values are computed from the token before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeig
 class ConvolutionalAttentionSpec(NetworkSpec):
     """The shape of one layer."""
 
-    heads: AttentionSpec  # attention to the same cache
+    heads: AttentionSpec  # grouped-query attention with the same heads and the same cache
     num_channel_taps: int  # tokens that the convolution of channels spans, the current one included
     num_head_taps: int  # tokens that the convolution of heads spans
 
@@ -50,7 +50,7 @@ class ConvolutionalAttentionSpec(NetworkSpec):
         return Needs(without_gpu_kernels="compressed convolutional attention")
 
     def cache_rules(self, block_size: int) -> tuple[AnyRule, ...]:
-        """Return the rule of keys and values, and that of states."""
+        """Return two rules that determine how long keys and values, and states, are kept."""
         return *self.heads.cache_rules(block_size), KeepState.of_blocks(block_size)
 
     def can_divide(self, num_ranks: int) -> bool:
@@ -69,8 +69,8 @@ class ConvolvedCache:
     """Keys and values of all tokens, and the last inputs of each request's convolutions."""
 
     key_values: KeyValueCache
-    inputs: tuple[Tensor, ...]  # for each tap of heads [rows, w, X] in the model's dtype
-    values: Tensor  # [rows, 1, Y]
+    inputs: tuple[Tensor, ...]  # [rows, w, X] in the model's dtype, for each tap of the convolution of heads
+    values: Tensor  # [rows, 1, Y]: values of the last token
 
     @property
     def states(self) -> tuple[Tensor, ...]:
@@ -96,8 +96,8 @@ class ConvolutionalAttention(OverTP):
     """Attention of each token to the tokens of its own request up to itself, or to the last `window` of them.
 
     Each tp rank has a share of the key-value heads with the query heads that read them. The convolution of a head is a
-    sum over its taps: each tap multiplies the channels as they were convolved some tokens earlier. A convolution of the
-    channels with taps that are shifted by as many tokens returns these.
+    sum over its taps. Each tap multiplies a matrix by the channels that were convolved for an earlier token. These
+    channels are the result of a convolution of channels whose taps are shifted by as many tokens.
     """
 
     def __init__(self, config: ConvolutionalAttentionSpec, hidden_size: int, context: BuildContext) -> None:
@@ -126,7 +126,7 @@ class ConvolutionalAttention(OverTP):
         self.registered_maps = nn.ModuleList(self.maps)
         self.temperatures = context.parameter(self.num_kv_heads, dtype=wide)
         self.output = Linear(self.num_heads * size, hidden_size, context, chunks=share.chunks)
-        # The first half of all channels of values are those of the token itself, the others those of the token before.
+        # The first half of all channels of values comes from the token itself, the second half from the token before.
         first, half = self.kv_heads.start * size, heads.num_kv_heads * size // 2
         is_current_Y = torch.arange(first, first + self.num_kv_heads * size, device=context.device) < half
         self.value_taps = ConvolutionWeights(torch.stack([~is_current_Y, is_current_Y]).float(), None)
@@ -194,7 +194,7 @@ class ConvolutionalAttention(OverTP):
         yield from self.output.summed_rows(at.under("o_proj"), queries, num_queries, has_bias=False)
 
     def _convolution_rows(self, at: At, own: slice, part: slice, num_channels: int) -> Iterator[Row]:
-        """Yield the rows of some channels: `own` of all that are stored are `part` of this rank's."""
+        """Yield the weight mapping of some channels: stored channels `own` are this rank's channels `part`."""
         name, size, (num_shifts, num_taps, _) = "conv_qk_depthwise", self.config.heads.head_dim, self.taps.shape
         num_stored = self.config.num_channel_taps
         shape = num_channels, 1, num_stored

@@ -20,7 +20,7 @@ from moeserve.ops.rows.interface import Rows
 class MLP(nn.Module):
     """down(activation(gate(x), up(x))), or down(activation(up(x))).
 
-    With a share of the width, outputs must be summed over the shares.
+    If ranks have shares of the width, the caller must sum the outputs of all shares.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class MLP(nn.Module):
         """Yield the weight mapping of this module.
 
         Args:
-            width: inner values of all shares together.
+            width: number of inner values of all shares together.
         """
         num_parts, share = self.gate_up.open.num_parts, self.width
-        if at.has("in_turns.gate_up_proj.weight"):  # rows of gate and up in turn (Inkling)
+        if at.has("in_turns.gate_up_proj.weight"):  # rows of gate and up alternate (Inkling)
             memory = self.gate_up.open.weight_eOI[0].unflatten(0, (2, -1)).transpose(0, 1)
             shape, own = (2 * width, memory.shape[2]), rows_of_heads(share, 2)
             yield at("in_turns.gate_up_proj.weight"), Destination(memory, shape, (own,), self.gate_up)

@@ -1,1 +1,1 @@
-"""Attention whose projections of queries and outputs are those of experts."""
+"""Attention whose query and output projections belong to experts."""

@@ -1,7 +1,7 @@
 """Mixture of attention heads (arXiv 2210.05144), as JetMoE has it: experts project queries and outputs.
 
-A router chooses experts for each token. Each of them projects the token to a query for every key-value head, and the
-results of these queries back to the model's width. Keys and values are those of all experts.
+A router chooses experts for each token. Each chosen expert projects the token to a query for every key-value head, and
+the results of these queries back to the model's width. All experts share the keys and values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ExpertAttentionSpec(NetworkSpec):
 
     @property
     def heads(self) -> AttentionSpec:
-        """Grouped-query attention with as many heads, which has the same cache."""
+        """Grouped-query attention with the same heads and the same cache."""
         num_heads = self.router.top_k * self.num_kv_heads
         return AttentionSpec(
             num_heads=num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary=self.rotary
@@ -64,7 +64,7 @@ class ExpertAttentionSpec(NetworkSpec):
         return Needs(without_gpu_kernels="experts of attention")
 
     def cache_rules(self, block_size: int) -> tuple[RuleOfBlocks]:
-        """Return the rule of keys and values."""
+        """Return the rule that determines how long keys and values are kept."""
         return (self.heads.key_value_rule(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
@@ -81,8 +81,8 @@ class ExpertAttentionSpec(NetworkSpec):
 class ExpertAttention(Network):
     """Attention of each token, with the queries of its experts, to the tokens of its own request up to itself.
 
-    Each tp rank has a share of the key-value heads, and of each expert the rows and columns for them. Ranks add the
-    outputs of each pair of token and expert before these are weighted, so the sums have one order.
+    Each tp rank has a share of the key-value heads, and each expert's rows and columns for these heads. Ranks add the
+    outputs of each pair of a token and an expert before the outputs are weighted, so that sums always have one order.
     """
 
     def __init__(self, config: ExpertAttentionSpec, hidden_size: int, context: BuildContext) -> None:
@@ -181,7 +181,7 @@ class ExpertAttention(Network):
         return self._exchanged(attended_TNH.view(num_tokens, num_heads, top_k, size), run).view_as(query_PQ)
 
     def _exchanged(self, heads_TXYH: Tensor, run: Run) -> Tensor:
-        """Return [T, Y, X, H], contiguous. A rotation by nothing copies heads, as a kernel that graphs can hold."""
+        """Return heads [T, X, Y, H] as contiguous [T, Y, X, H]. A rotation by zero copies them, as graphs allow."""
         first, second = heads_TXYH.shape[1:3]
         out_TYXH = heads_TXYH.new_empty(len(heads_TXYH), second, first, heads_TXYH.shape[3])
         for x in range(first) if first < second else ():

@@ -41,33 +41,34 @@ class AttentionSpec(NetworkSpec):
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # size of a query and of a key
     rotary: RotarySpec
     value_dim: int | None = None  # None: as large as a key
     value_factor: float = 1.0  # multiplies values (MiMo-V2)
     values_are_keys: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
-    normalizes_values: bool = False  # by an RMSNorm of each head, without weights
-    normalizes_outputs: bool = False  # in the same way, before they are multiplied by gates (Muse Spark)
-    # Positions that a token attends to at most, its own included. If negative, positions are divided into chunks of
-    # -window, and a token attends to those of its own chunk (Llama 4).
+    normalizes_values: bool = False  # an RMSNorm without weights normalises the values of each head
+    normalizes_outputs: bool = False  # the same for outputs, before gates multiply them (Muse Spark)
+    # Maximum number of positions that a token attends to, its own included. If negative, positions are divided into
+    # chunks of -window, and a token attends only to positions in its own chunk (Llama 4).
     window: int | None = None
-    has_bias: bool = False  # of queries, keys and values
+    has_bias: bool = False  # the projection of queries, keys and values has a bias
     has_output_bias: bool = False
     # RMSNorm of queries and keys: of each head by itself, or of all of a token's heads together
     normalized: Literal["no", "head", "token"] = "no"
     has_norm_weights: bool = True
     rotates_first: bool = False  # queries and keys are normalised after their rotation (Hunyuan)
-    scale: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
-    clip: float | None = None  # queries, keys and values are clamped to ± this
-    temperature: TemperatureSpec | None = None  # of queries
+    scale: float | None = None  # multiplies the products of queries and keys; None: 1 / sqrt(head_dim)
+    clip: float | None = None  # queries, keys and values are clamped to ± this number
+    temperature: TemperatureSpec | None = None  # multiplies queries
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Step-3.7)
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
     has_gate: bool = False  # outputs are multiplied by the sigmoid of a projection as wide as the queries
     has_biased_gate: bool = False  # as `has_gate`, with a bias for each head; the gate is named by `gate_name` (Beam)
-    has_softplus_gates: bool = False  # softpluses instead of the sigmoids of both (Laguna)
-    gate_name: str | None = None  # of its tensor; None: that of the queries, by head the query's rows, then the gate's
-    relative: RelativeSpec | None = None  # scores by distance, which are added to the others (Inkling)
-    taps: TapsSpec | None = None  # of a convolution of keys and values; None: there is none
+    has_softplus_gates: bool = False  # both kinds of gates use a softplus instead of a sigmoid (Laguna)
+    # Name of the gate's tensor. None: the tensor of queries has, for each head, the query's rows and then the gate's.
+    gate_name: str | None = None
+    relative: RelativeSpec | None = None  # scores by distance, which are added to attention scores (Inkling)
+    taps: TapsSpec | None = None  # convolution of keys and values; None: there is none
     # Queries, after a learned scale, and keys have at most this length (Inkling 2).
     length_limit: float | None = None
     has_token_sinks: bool = False  # as `has_sinks`, with scores that each token computes
@@ -86,7 +87,7 @@ class AttentionSpec(NetworkSpec):
 
     @property
     def value_rotary(self) -> RotarySpec | None:
-        """The multiplication of values; None: they stay as they are."""
+        """The rotation by zero that multiplies values by `value_factor`; None: values are not multiplied."""
         return None if self.value_factor == 1.0 else constant_factor(self.value_size, self.value_factor)
 
     @property
@@ -102,11 +103,11 @@ class AttentionSpec(NetworkSpec):
         return Needs(without_gpu_kernels=None if is_plain else "attention with scores by distance or with convolutions")
 
     def key_value_rule(self, block_size: int) -> RuleOfBlocks:
-        """Return the rule of keys and values."""
+        """Return the rule that determines how long keys and values are kept."""
         return KeepAll() if self.window is None else KeepWindow(abs(self.window), block_size)
 
     def cache_rules(self, block_size: int) -> tuple[AnyRule, ...]:
-        """Return the rule of keys and values, and of the states of their convolution."""
+        """Return the rules that determine how long keys and values, and states of their convolution, are kept."""
         rule = self.key_value_rule(block_size)
         return (rule,) if self.taps is None else (rule, KeepState.of_blocks(block_size))
 
@@ -289,7 +290,7 @@ class Attention(OverTP):
         attended_TX = (attended_TNV if self.output_norm is None else self.output_norm(attended_TNV)).flatten(1)
         if self.head_gates is not None:
             gates = self.head_gates(self.head_gates.weights.input_of(hidden_TD))
-            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
+            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # a row for each token and head
             attended_TX = self._gate_rows(gates, attended_TX.view(-1, self.config.value_size)).view_as(attended_TX)
         return self.output(self._gate_rows(projected[3], attended_TX) if self.config.has_gate else attended_TX)
 
@@ -331,7 +332,7 @@ class Attention(OverTP):
 
 
 def key_value_items(config: AttentionSpec, kv_heads: slice, context: BuildContext) -> tuple[CacheItems, ...]:
-    """Return the items of a layer that has these key-value heads on this rank."""
+    """Return the cache items of a layer for this rank's key-value heads."""
     num_elements, num_bytes = sum(config.kv_sizes), context.dtype.itemsize
     bytes_of_head = num_elements + 2 * torch.bfloat16.itemsize if context.has_float8_cache else num_elements * num_bytes
     rule = config.key_value_rule(context.block_size)
@@ -361,8 +362,8 @@ class TokenNorm(nn.Module):
     def __init__(self, heads: slice, num_heads: int, head_dim: int, epsilon: float, context: BuildContext) -> None:
         """
         Args:
-            heads: those of this rank. Every rank has as many, and several may have the same.
-            num_heads: of all ranks together.
+            heads: the heads of this rank. Every rank has equally many heads; several ranks may have the same heads.
+            num_heads: number of heads of all ranks.
         """
         super().__init__()
         self.heads = heads
@@ -375,7 +376,7 @@ class TokenNorm(nn.Module):
         return self.norm.rows(at)
 
     def forward(self, heads_TNH: Tensor) -> Tensor:
-        """Return the normalised heads [T, N, H]. Each rank norms the heads of all, so sums have the same order."""
+        """Return the normalised heads [T, N, H]. Each rank normalises all ranks' heads, so sums have one order."""
         if self.tp.world_size == 1:
             return self.norm(heads_TNH.flatten(1)).view_as(heads_TNH)
         num_tokens, num_ranks = len(heads_TNH), self.tp.world_size
@@ -394,7 +395,7 @@ def _norm(
     *,
     is_key: bool = False,
 ) -> nn.Identity | RMSNorm | TokenNorm | LengthLimit:
-    """Return the norm of queries or keys: of each head, or of all `num_heads` of a token (this rank has `heads`)."""
+    """Return the norm of queries or keys: over each head, or over all `num_heads` heads of a token together."""
     if config.length_limit is not None:
         size = config.head_dim
         return LengthLimit(config.length_limit, heads, num_heads, size, context, has_scale=not is_key)

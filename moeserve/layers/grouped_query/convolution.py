@@ -1,4 +1,4 @@
-"""The short convolution of keys and values (Inkling): each is added to a convolution over the tokens before it."""
+"""The short convolution of keys and values over the last tokens, whose input is added to its output (Inkling)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from moeserve.step_inputs import StepInputs
 class TapsSpec:
     """The shape of the convolution."""
 
-    num_taps: int  # tokens that it spans, the current one included
-    factor: float | None = None  # multiplies its results
+    num_taps: int  # tokens that the convolution spans, the current one included
+    factor: float | None = None  # multiplies the results of the convolution
     has_token_taps: bool = False  # each token adds numbers of its own to the taps of each head (Inkling 2)
 
 
@@ -42,9 +42,9 @@ class KeyValueConvolution(nn.Module):
     ) -> None:
         """
         Args:
-            kv_heads: those of this rank.
-            num_kv_heads: of all ranks together.
-            sizes: of a key and of a value; equal if tokens have taps.
+            kv_heads: the key-value heads of this rank.
+            num_kv_heads: number of key-value heads of all ranks.
+            sizes: the sizes of a key and of a value, which must be equal with `has_token_taps`.
         """
         super().__init__()
         self.context, self.sizes, self.kv_heads, self.num_kv_heads = context, sizes, kv_heads, num_kv_heads
@@ -63,7 +63,7 @@ class KeyValueConvolution(nn.Module):
 
     @property
     def items(self) -> CacheItems:
-        """The last inputs of each request. A rank has some channels of keys, and some of values."""
+        """The cache items of the convolution's last inputs. A rank has the channels of its own keys and values."""
         keys, values = self.shares
         first = self.num_kv_heads * self.sizes[0]
         channels = range(keys.start, keys.stop), range(first + values.start, first + values.stop)
@@ -72,7 +72,7 @@ class KeyValueConvolution(nn.Module):
         return CacheItems(rule, num_bytes, (CacheDivision(2, channels),))
 
     def make_inputs(self, places: Places) -> Tensor:
-        """Return the memory of the last inputs."""
+        """Return memory for the last inputs of each request, [rows, num_taps - 1, channels]."""
         shape = places.num_rows, len(self.taps) - 1, self.taps.shape[1]
         return torch.empty(shape, dtype=self.context.dtype, device=self.context.device)
 
@@ -96,7 +96,7 @@ class KeyValueConvolution(nn.Module):
     def forward(
         self, key_value_TX: Tensor, inputs: Tensor, step: StepInputs, rows: Rows | tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values. `rows`: the inputs of the layer."""
+        """Return the convolved keys and values, [T, channels] each. `rows` are the inputs of the layer."""
         token_taps_TGW = None
         if self.token_taps is not None:
             token_taps_TGW = self.token_taps(rows[1:] if isinstance(rows, tuple) else (rows, rows))

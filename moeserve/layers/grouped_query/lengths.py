@@ -1,4 +1,4 @@
-"""Limits of the lengths of heads (Inkling 2): longer ones are scaled down."""
+"""Limits of the Euclidean lengths of heads (Inkling 2): longer heads are scaled down."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moeserve.ops import mixing
 
 
 class LengthLimit(nn.Module):
-    """Scales heads down to a length, perhaps after a learned scale of each element."""
+    """Scales heads that are longer than `limit` down to this length, perhaps after a learned scale of each element."""
 
     def __init__(
         self, limit: float, heads: slice, num_heads: int, size: int, context: BuildContext, *, has_scale: bool = True
     ) -> None:
         """
         Args:
-            heads: those of this rank.
-            num_heads: of all ranks together.
+            heads: the heads of this rank.
+            num_heads: number of heads of all ranks.
         """
         super().__init__()
         self.limit, self.heads, self.num_heads = limit, heads, num_heads

@@ -22,30 +22,30 @@ from moeserve.ops.rows.interface import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeSpec:
-    """The scores of a layer."""
+    """The shape of a layer's scores by distance."""
 
-    size: int  # of the state of a head, from which its scores are computed
-    num_distances: int  # with scores: from 0, that of the token itself
-    temperature: TemperatureSpec | None = None  # of the states
-    length_limit: float | None = None  # of the states, after a learned scale
+    size: int  # size of a head's state, from which the head's scores are computed
+    num_distances: int  # number of distances with scores; distance 0 is the token itself
+    temperature: TemperatureSpec | None = None  # multiplies the states
+    length_limit: float | None = None  # maximum length of the states, after a learned scale
 
 
 class RelativeScores(nn.Module):
-    """Computes for each token and head the scores that are added to those of positions at each distance."""
+    """Computes a score for each token, head and distance, which is added to attention scores at that distance."""
 
     def __init__(
         self, config: RelativeSpec, heads: slice, num_heads: int, hidden_size: int, context: BuildContext
     ) -> None:
         """
         Args:
-            heads: those of this rank.
-            num_heads: of all ranks together.
+            heads: the heads of this rank.
+            num_heads: number of heads of all ranks.
         """
         super().__init__()
         self.config, self.heads, self.num_heads = config, heads, num_heads
         size = (heads.stop - heads.start) * config.size
         self.states = Linear(hidden_size, size, context, limits=QuantizationLimits(8, (heads.start * config.size,)))
-        # Too narrow for groups of quantised weights.
+        # Never quantised: too narrow for groups of quantised weights.
         self.map = Linear(config.size, config.num_distances, dataclasses.replace(context, quantization=None))
         self.limit = None
         if config.length_limit is not None:

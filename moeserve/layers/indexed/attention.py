@@ -1,8 +1,8 @@
 """Grouped-query attention to the windows of positions that an indexer chooses for each token (Qwen4).
 
-A window has a fixed number of positions. Its key is the mean of the indexer's keys of its tokens, normalised, and
-rotated by its first position. A token attends to the windows with the highest scores among those that end at or before
-it, and to the tokens behind the last of them.
+A window has a fixed number of positions. A window's key is the mean of the index keys of its tokens, normalised and
+then rotated by the window's first position. A token attends to the highest-scoring windows among all windows that end
+at or before the token, and to the tokens after the last complete window.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # n heads of the indexer, I size of its keys, m positions of a window, B tokens of a block
 
-MIN_DENSE_ROWS = 64  # of a chunk, from which dense attention to few positions is faster than attention to chosen ones
+MIN_DENSE_ROWS = 64  # chunks with this many rows or more, and few positions, are faster with dense attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ class IndexedAttentionSpec(NetworkSpec):
 
     attention: AttentionSpec  # with gated outputs
     num_index_heads: int
-    index_size: int  # of the indexer's queries and keys, of which the same values are rotated
-    window: int  # m
-    top_k: int  # positions of all chosen windows
+    index_size: int  # size of the indexer's queries and keys; the same values are rotated as in attention
+    window: int  # number of positions of a window (m)
+    top_k: int  # number of positions in all chosen windows together
 
     @property
     def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
@@ -70,7 +70,7 @@ class IndexedAttentionSpec(NetworkSpec):
         return (self.attention.key_value_rule(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can divide the heads of attention. Each has the whole indexer."""
+        """True if this many tp ranks can divide the heads of attention. Each rank has the whole indexer."""
         return self.attention.can_divide(num_ranks)
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts:
@@ -113,7 +113,7 @@ class IndexedCache:
 
 
 class Indexer(nn.Module):
-    """Chooses windows by the sum of max(0, query . key) over its heads. Every tp rank has all of them."""
+    """Chooses windows by the sum over heads of max(0, query . key). Every tp rank has all heads of the indexer."""
 
     def __init__(self, config: IndexedAttentionSpec, hidden_size: int, epsilon: float, context: BuildContext) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Indexer(nn.Module):
         # The same limit as for the queries and keys of attention
         self.query_key = Linear(hidden_size, sum(self.sizes), context, limits=QuantizationLimits(8))
         self.query_norm, self.key_norm = (RMSNorm(size, epsilon, context) for _ in range(2))
-        self.bias = torch.zeros(config.window, size, device=context.device)  # of the gates of pooling, which are equal
+        self.bias = torch.zeros(config.window, size, device=context.device)  # added to the gates, which are equal
         shape = CompressedShape(
             num_heads=1, whole_num_heads=1, head_size=size, scale=1.0, window=1, ratio=config.window, index_size=None
         )
@@ -138,7 +138,7 @@ class Indexer(nn.Module):
         yield from self.key_norm.rows(at.under("k_layernorm"))
 
     def forward(self, hidden_TD: Tensor, run: Run, cache: IndexedCache, *, chooses: bool) -> StepInputs:
-        """Store the keys of windows. Return a step in which each token is a chunk, whose context is its chosen windows.
+        """Store the keys of windows. Return the step with each token as a chunk whose context is the chosen windows.
 
         Args:
             chooses: False: each token attends to all positions up to itself.

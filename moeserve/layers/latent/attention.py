@@ -3,13 +3,13 @@
 The cache holds one latent vector and one rotated key per token, shared by all heads. A head's keys and values are
 linear maps of the latent vector, which can be used in two ways:
 
-- *absorbed*: the map of the keys is applied to the query instead, and that of the values to the result. All heads then
-  attend to the latent vectors. Cheap for few rows, because nothing is computed per position of the context.
+- *absorbed*: the map of the keys is applied to the query instead, and the map of the values to the result. All heads
+  then attend to the latent vectors. Cheap for few rows, because nothing is computed per position of the context.
 - *expanded*: keys and values of all heads are computed for the whole context, and attended to as usual. Each row costs
   less, so that many rows outweigh the cost of the expansion.
 
-The two differ in the last bits, so a token's result may depend on the size of its chunk. With a backend that takes all
-rows, it does not: all chunks are absorbed.
+The two ways differ in the last bits, so a token's result may depend on the size of its chunk. With a backend that
+absorbs chunks of any size (`takes_all_rows`), the result does not depend on the size.
 
 With an indexer (DeepSeek-V3.2), a token attends to a selection of positions only. Such rows are always absorbed.
 """
@@ -42,10 +42,10 @@ from moeserve.ops.latent_attention.interface import LatentShape
 from moeserve.ops.rows.interface import Rows
 from moeserve.step_inputs import StepInputs
 
-# n some of them, K unrotated values of a head's key, S rotated ones, Q = K + S, L latent size, P = L + S, R rows of
+# n some heads, K unrotated values and S rotated values of a head's key, Q = K + S, L latent size, P = L + S, R rows of
 # one chunk, C positions of its context
 
-NORM_EPSILON = 1e-6  # of the two norms in here, usually independent of the model's own
+NORM_EPSILON = 1e-6  # epsilon of this layer's norms, usually independent of the model's epsilon
 # If no context has more than `top_k` positions, and the longest chunk has at least this many rows, a step skips the
 # indexer and runs dense attention. Captured steps have shorter chunks, because a replay must not depend on contexts.
 MIN_DENSE_ROWS = 64
@@ -56,28 +56,28 @@ class LatentAttentionSpec(NetworkSpec):
     """The configuration of one layer of latent attention."""
 
     num_heads: int
-    query_rank: int | None  # size that queries are compressed to; None: they are not
+    query_rank: int | None  # size that queries are compressed to; None: queries are not compressed
     latent_size: int
-    key_dim: int  # of each head, without the rotated part
-    rotary: RotarySpec  # of the rotated part; `NO_ROTATED_PART` if there is none
+    key_dim: int  # size of a head's key without the rotated part
+    rotary: RotarySpec  # applied to the rotated part; `NO_ROTATED_PART` if there is none
     value_dim: int
-    temperature: TemperatureSpec | None = None  # of queries
+    temperature: TemperatureSpec | None = None  # multiplies queries
     has_learned_temperature: bool = False
-    normalizes_rotated_key: bool = False  # by an RMSNorm, before its rotation (dots3)
+    normalizes_rotated_key: bool = False  # an RMSNorm normalises the rotated key before its rotation (dots3)
     query_norm_epsilon: float = NORM_EPSILON
     latent_norm_epsilon: float = NORM_EPSILON
     score_factor: float = 1.0  # see RotarySpec
     latent_factor: float = 1.0  # multiplies the normalised latent vectors (LongCat-Flash)
-    has_bias: bool = False  # of the compressing projections and of the output
+    has_bias: bool = False  # the compressing projections and the output projection have biases
     has_head_gates: bool = False  # each head's output is multiplied by a sigmoid of its own (Ling 3)
-    gate_name: str | None = None  # a projection of as many sigmoids as the heads have values multiplies them (HY-V4)
-    window: int | None = None  # positions that a token attends to at most, its own included (dots3); None: all
+    gate_name: str | None = None  # name of a projection to a gate per output value; sigmoids multiply outputs (HY-V4)
+    window: int | None = None  # maximum number of positions that a token attends to, its own included (dots3)
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (HY-V4)
-    # Queries are projected from compressed ones before and after the norm, with a gate of each value behind the queries
-    # of its head. Outputs are multiplied by the sigmoids of the gates (A.X K2).
+    # Queries are projected from compressed queries before and after the norm. The projection also has a gate for each
+    # value of a head, behind the head's query. Outputs are multiplied by the sigmoids of the gates (A.X K2).
     has_query_gate: bool = False
     top_k: int | None = None  # maximum number of positions that a token attends to; None: all
-    indexer: IndexerSpec | None = None  # selects them; None with `top_k`: reuse the selection of the previous layer
+    indexer: IndexerSpec | None = None  # selects positions; None with `top_k`: reuse the previous layer's selection
 
     @property
     def is_sparse(self) -> bool:
@@ -159,7 +159,7 @@ class LatentAttentionSpec(NetworkSpec):
     def max_absorbed_rows(self) -> int:
         """The maximum number of rows in a chunk for which absorbing takes fewer multiplications than expanding.
 
-        For each head and position of the context, each row takes P + L multiplications if absorbed, and K + S + V if
+        For each head and position of the context, each row takes P + L multiplications if absorbed, and Q + V if
         expanded. The expansion takes L * (K + V) multiplications, once for all rows.
         """
         more_per_row = self.cached_size + self.latent_size - self.query_dim - self.value_dim
@@ -174,7 +174,7 @@ class LatentCache:
     latents: Tensor
     index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key], or the keys of windows
     index_tails: Tensor | None = None  # of pooled keys, see `PooledKeys`
-    group: int = field(default=0, kw_only=True)  # of the cache
+    group: int = field(default=0, kw_only=True)  # index of the layer's cache group
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ class LatentCache:
 class LatentAttention(OverTP):
     """Attention of each token to the tokens of its own request up to itself.
 
-    Each tp rank has a share of the heads and the whole cache. The output is the sum of what the tp ranks compute.
+    Each tp rank has a share of the heads and the whole cache, and computes a part of the sum that is the output.
     """
 
     def __init__(self, config: LatentAttentionSpec, hidden_size: int, context: BuildContext) -> None:
@@ -231,7 +231,7 @@ class LatentAttention(OverTP):
             chunks=share_inputs(config.num_heads * config.value_dim, num_chunks, context).chunks,
         )
         self.head_gates: Linear | None = None
-        if config.has_head_gates:  # of few outputs, which tp ranks divide anywhere: never in blocks
+        if config.has_head_gates:  # never in 8-bit blocks: tp ranks divide its few outputs anywhere
             self.head_gates = Linear(hidden_size, num_heads, context, limits=QuantizationLimits(cuts=None))
         elif config.gate_name is not None:
             limits = QuantizationLimits(cuts=(self.heads.start * config.value_dim,))
@@ -322,7 +322,7 @@ class LatentAttention(OverTP):
         # The positions that tokens attend to: written by a layer with an indexer, read by a layer without.
         choice = run.shared(Choice) if config.is_sparse else None
         given_TD = hidden_TD
-        if self._quantize is not None:  # once for both projections, if the norm has not
+        if self._quantize is not None:  # once for both projections, unless the norm has quantised the rows
             hidden_TD = self._quantize(hidden_TD)
         if isinstance(self.query, CompressedQuery):
             compressed_TI, query_TX = self.query(hidden_TD)
@@ -368,7 +368,7 @@ class LatentAttention(OverTP):
             attended_TNV = self.head_maps.project(attended_TNL)
         if self.head_gates is not None:
             gates = self.head_gates(self.head_gates.weights.input_of(given_TD))
-            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # of a token and a head
+            gates = gates.view(-1, gates.shape[1] // self.num_heads)  # a row for each token and head
             attended_TNV = self._gate_rows(gates, attended_TNV.flatten(0, 1)).view_as(attended_TNV)
         if config.has_query_gate:
             gates_PV = query_TNX.flatten(0, 1)[:, config.query_dim :]
@@ -389,7 +389,7 @@ class LatentAttention(OverTP):
         step: StepInputs,
         max_rows: int | None = None,
     ) -> Tensor:
-        """Return [T, N, V], with zeros in the rows of chunks that have more than `max_rows` rows.
+        """Return the results of attention [T, N, V], with zeros in the rows of chunks of more than `max_rows` rows.
 
         Args:
             query_TNP: ends with the rotated part of the queries. This function overwrites the part before it.
@@ -398,7 +398,7 @@ class LatentAttention(OverTP):
         return self.head_maps.project(self.backend.attend(query_TNP, cache.latents, step, max_rows, self.sinks))
 
     def _attend_either_way(self, query_TNK: Tensor, query_TNP: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
-        """Return [T, N, V], each chunk computed in the way that takes fewer multiplications."""
+        """Return the results of attention [T, N, V]. Each chunk is computed in the way with fewer multiplications."""
         max_rows = self.config.max_absorbed_rows
         is_long = [min(span.num_rows, span.context_len) > max_rows for span in step.spans]
         if all(is_long):
@@ -415,7 +415,7 @@ class LatentAttention(OverTP):
 
 
 class HeadMaps(nn.Module):
-    """The linear maps from a latent vector to each head's key and value, or from queries and results if absorbed."""
+    """The linear maps from a latent vector to each head's key and value, applied to queries and results if absorbed."""
 
     def __init__(self, config: LatentAttentionSpec, num_heads: int, context: BuildContext) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ class HeadMaps(nn.Module):
         self.keys, self.values = (Weights(products.PER_HEAD, shape, context, limits=limits) for shape in shapes)
 
     def rows(self, name: str, config: LatentAttentionSpec, heads: slice) -> Iterator[Row]:
-        """Yield the rows. For each head, the tensor has the map of the key [K, L], then that of the value [V, L]."""
+        """Yield the weight mapping. For each head, the tensor has the key's map [K, L], then the value's map [V, L]."""
         size = config.key_dim + config.value_dim
         shape = (config.num_heads * size, config.latent_size)
         for slot, head in enumerate(range(heads.start, heads.stop)):
@@ -436,7 +436,7 @@ class HeadMaps(nn.Module):
             yield name, Destination(values_VL, shape, (slice(middle, stop),), self.values)
 
     def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
-        """Write queries of latent vectors: their products with latent vectors equal those of queries and keys."""
+        """Write absorbed queries. Their products with latent vectors equal the products of queries and keys."""
         self.keys.product.multiply(query_TNK, out_TNL)
 
     def project(self, attended_TNL: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from moeserve.step_inputs import StepInputs
 
 # I size of a compressed query, N heads of the indexer, H key size
 
-NORM_EPSILON = 1e-6  # of LayerNorms, independent of the model's own
+NORM_EPSILON = 1e-6  # epsilon of the indexer's LayerNorms, independent of the model's epsilon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,14 @@ class IndexerSpec:
     num_heads: int
     key_dim: int
     rotary: RotarySpec | None  # applied to the first elements of queries and keys; None: they are not rotated
-    rotates_last: bool = False  # it is applied to the last elements instead (HY-V4)
-    norm_epsilon: float = NORM_EPSILON  # of the norm of keys
+    rotates_last: bool = False  # `rotary` is applied to the last elements instead (HY-V4)
+    norm_epsilon: float = NORM_EPSILON  # epsilon of the norm of keys
     reads_hidden: bool = False  # queries are projected from normalised hidden states (Mistral Large 4)
-    has_learned_temperature: bool = False  # of queries
-    tokens_per_key: int | None = None  # whose keys are pooled to one (GLM-5.3); None: each token has a key
+    has_learned_temperature: bool = False  # queries are multiplied by a learned temperature
+    tokens_per_key: int | None = None  # number of tokens whose keys are pooled to one (GLM-5.3); None: no pooling
 
     def cached_shapes(self, num_blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the memories of keys and, if keys are pooled, of unfinished ones."""
+        """Return the shape of the cache of keys and, if keys are pooled, the shape of the cache of unfinished keys."""
         if self.tokens_per_key is None:
             return ((num_blocks, block_size, self.key_dim),)
         return (num_blocks, block_size // self.tokens_per_key, self.key_dim), (num_blocks, 3 * self.key_dim)
@@ -47,7 +47,7 @@ class IndexerSpec:
 
 @dataclass
 class Choice:
-    """The positions that the last layer with an indexer selected in a step, also used by layers that share them."""
+    """The positions that the last layer with an indexer selected in a step, for later layers without an indexer."""
 
     entries: ChosenEntries | None = None  # None: all
 
@@ -118,7 +118,7 @@ class Indexer(nn.Module):
         yield from self.head_weights.rows(at.under("weights_proj"))
 
     def keys(self, hidden_TD: Rows, rotations: Rotations) -> Tensor:
-        """Return the keys [T, H] to store, followed by the gates of pooling [T, 2 * H] if keys are pooled."""
+        """Return the keys to store, [T, H]. If keys are pooled, return keys and gates side by side, [T, 2 * H]."""
         key_TX = self.key(self.key.weights.input_of(hidden_TD))
         key_TH = key_TX[:, : self.config.key_dim]
         self._norm_in_place(key_TH, self.key_norm_weight, self.key_norm_bias, self.config.norm_epsilon)
@@ -140,7 +140,7 @@ class Indexer(nn.Module):
 
         Args:
             query_TI: the compressed queries of attention. Not used if the indexer reads hidden states.
-            key_cache: [num_blocks, block_size, H], or the keys of a block's windows of tokens.
+            key_cache: [num_blocks, block_size, H]; if keys are pooled, [num_blocks, block_size / tokens_per_key, H].
         """
         if self.query_norm_weight is not None:
             assert self.query_norm_bias is not None

@@ -9,7 +9,7 @@ from moeserve.layers.build_context import BuildContext
 
 
 class LearnedTemperature(nn.Module):
-    """Multiplies each query by the factor of its head at its position p: weight * ln(1 + p) + bias."""
+    """Multiplies a head's query at position p by weight * ln(1 + p) + bias, with a weight and a bias of the head."""
 
     def __init__(self, num_heads: int, context: BuildContext) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class LearnedTemperature(nn.Module):
 
     @property
     def memories(self) -> tuple[tuple[str, Tensor], ...]:
-        """The names and the memory of its weights."""
+        """The name and the memory of each weight."""
         return ("s", self.weight), ("b", self.bias)
 
     def forward(self, query_TNH: Tensor, positions_T: Tensor) -> Tensor:

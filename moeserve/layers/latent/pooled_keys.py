@@ -25,7 +25,7 @@ class PooledKeys(nn.Module):
             num_tokens: tokens of a window.
         """
         super().__init__()
-        self.bias = context.parameter(num_tokens, key_dim, dtype=torch.float32)  # of the gates, by place in the window
+        self.bias = context.parameter(num_tokens, key_dim, dtype=torch.float32)  # added to gates
         shape = CompressedShape(
             num_heads=1, whole_num_heads=1, head_size=key_dim, scale=1.0, window=1, ratio=num_tokens, index_size=None
         )

@@ -34,10 +34,10 @@ class LightningAttentionSpec(NetworkSpec):
 
     num_heads: int
     head_dim: int
-    # Logarithms of decays are 2^(-8 n / num_heads) times this, for heads n = 1, 2, ...
+    # Logarithms of decays are 2^(-8 n / num_heads) times this factor, for heads n = 1, 2, ...
     decay_factor: float
     output_factor: float = 1.0  # multiplies the normalised outputs
-    norm_epsilon: float = 1e-6  # of the norm of a token's outputs, over all heads
+    norm_epsilon: float = 1e-6  # epsilon of the norm of a token's outputs over all heads
 
     @property
     def needs(self) -> Needs:

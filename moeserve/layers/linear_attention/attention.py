@@ -68,7 +68,7 @@ class LowRankLinear(nn.Module):
         self.up = Linear(rank, num_outputs, context, limits=limits)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        """Return [T, O]."""
+        """Return the projected rows [T, O]."""
         output_TO: Tensor = self.up(self.down(hidden_TD))
         return output_TO
 

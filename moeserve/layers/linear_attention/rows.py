@@ -15,10 +15,10 @@ from moeserve.layers.weights import AnyWeights
 if TYPE_CHECKING:
     from moeserve.layers.linear_attention.attention import LinearAttention
 
-# Ways to store the parts: names of tensors, and the parts in each.
+# A way to store the parts: the names of tensors, and the parts that each tensor has.
 Way = dict[str, tuple[str, ...]]
 KEYS_AND_VALUES = ("query", "key", "value")
-BY_KEY_HEAD: Way = {  # all rows of a key head, then those of the next
+BY_KEY_HEAD: Way = {  # all rows of a key head, then all rows of the next key head
     "in_proj_qkvz": ("query", "key", "value", "gate"),
     "in_proj_ba": ("rate", "decay"),
 }
@@ -44,7 +44,7 @@ MAMBA2_CONVOLUTION: Way = {"conv1d": ("value", "key", "query")}
 
 
 def linear_attention_rows(at: At, layer: LinearAttention) -> Iterator[Row]:
-    """Yield the rows of one layer."""
+    """Yield the weight mapping of one layer."""
     config, heads, num_heads = layer.config, layer.heads, layer.config.num_heads
     parts = _projections(layer)
     way = _stored(at, BY_KEY_HEAD, BY_KIND, ALONE) if config.is_delta else MAMBA2
@@ -86,7 +86,7 @@ def linear_attention_rows(at: At, layer: LinearAttention) -> Iterator[Row]:
 
 
 def _stored(at: At, *ways: Way) -> Way:
-    """Return the way of which a checkpoint stores the largest share."""
+    """Return the way for which the checkpoint has the largest share of the tensors."""
     return max(ways, key=lambda way: sum(at.has(f"{name}.weight") for name in way) / len(way))
 
 

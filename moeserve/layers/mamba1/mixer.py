@@ -34,7 +34,7 @@ class MambaSpec(NetworkSpec):
 
     num_channels: int
     state_size: int  # N
-    rank: int  # of the two-step projection to step sizes
+    rank: int  # rank of the two-step projection to step sizes (R)
     num_taps: int  # tokens that the convolution spans, the current one included
     norm_epsilon: float
     has_convolution_bias: bool = True
@@ -58,10 +58,11 @@ class MambaSpec(NetworkSpec):
 class MambaMixer(OverTP):
     """A layer in which each token updates the states of its request's channels, and reads them.
 
-    Each tp rank has a share of the channels. All channels together select a token's step sizes, B and C, so the ranks
-    add their parts of this projection. The output is a partial sum over the channels as well.
+    Each tp rank has a share of the channels. A projection of all channels selects a token's step sizes, B and C, so the
+    ranks add their parts of this projection. The output is a partial sum over this rank's channels.
 
-    Errors in step sizes affect all later tokens. So what selects them is float32, or 8 bits if weights are quantised.
+    Errors in step sizes affect all later tokens, so the weights that select step sizes are float32, or have 8 bits if
+    weights are quantised.
     """
 
     def __init__(self, config: MambaSpec, hidden_size: int, context: BuildContext) -> None:
@@ -90,7 +91,7 @@ class MambaMixer(OverTP):
 
     @property
     def norms(self) -> tuple[RMSNorm, RMSNorm, RMSNorm]:
-        """The norms of the selected parts."""
+        """The norms of step sizes, B and C, in this order."""
         return self.step_norm, self.input_norm, self.output_norm
 
     @property

@@ -64,13 +64,13 @@ class ParallelNorms(nn.Module):
         yield from self.experts.rows(at.under("experts"))
 
     def after_adding(self, update_tD: Tensor | None, hidden_tD: Tensor) -> tuple[Tensor, ParallelRows]:
-        """Return hidden + update (hidden alone if update is None), and that sum normalised."""
+        """Return hidden + update (hidden alone if update is None), and that sum normalised for each reader."""
         sum_tD, dense_tD = self.dense.after_adding(update_tD, hidden_tD)
         return sum_tD, ParallelRows(dense_tD, self.router(sum_tD), self.experts(sum_tD))
 
 
 class Beside(Network):
-    """The sum of both networks' outputs, each of which is normalised before."""
+    """The sum of the outputs of the dense network and of the experts. Each output is normalised first."""
 
     waits = True
 
@@ -94,7 +94,7 @@ class Beside(Network):
 
     def rows(self, at: At) -> Iterator[Row]:
         yield from self.dense.rows(at)
-        yield from self.experts.rows(at, self.hidden_size**-0.5)  # which divides the inputs of Gemma 4's router
+        yield from self.experts.rows(at, self.hidden_size**-0.5)  # Gemma 4 scales the router's inputs by it
         yield from self.dense_norm.rows(at.under("dense_output_norm"))
         yield from self.experts_norm.rows(at.under("experts_output_norm"))
 

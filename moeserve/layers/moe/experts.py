@@ -19,10 +19,10 @@ from moeserve.ops.rows.interface import plain_rows
 class Experts(nn.Module):
     """Feed-forward networks: down(activation(gate(x), up(x))) or down(activation(up(x))), each on its own rows.
 
-    With a share of the width, outputs must be summed over the shares.
+    If ranks have shares of the width, the caller must sum the outputs of all shares.
 
     Args:
-        num_experts: the slots of this rank, expert copies included; it may be 0.
+        num_experts: number of slots of this rank, expert copies included; may be 0.
         share: this rank's share of each expert's inner values.
         has_down_bias: None: as `has_bias`.
     """
@@ -61,7 +61,7 @@ class Experts(nn.Module):
 
     @property
     def memory_of_each(self) -> list[Tensor]:
-        """[e, bytes] uint8 each, together all weights of an expert; see `Weights`."""
+        """The tensors that together have all weights of the experts, each as [e, bytes] uint8; see `Weights`."""
         return [*self.gate_up.memory_of_each, *self.down.memory_of_each]
 
     def forward(self, tokens: PackedTokens | SlottedTokens) -> Tensor:

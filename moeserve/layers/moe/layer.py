@@ -39,20 +39,21 @@ class MoESpec(FeedForwardSpec):
     activation: Activation = SwiGLU()
     has_expert_bias: bool = False
     has_output_bias: bool = False  # a bias of the output; the router's weights sum to one, so each expert adds it
-    num_fixed: int = 0  # the last experts, stored as shared ones: the router chooses them for each token (Inkling)
+    # Number of last experts that the router chooses for every token. Checkpoints store them as shared ones (Inkling).
+    num_fixed: int = 0
     may_lack_correction: bool = False  # a checkpoint may lack the router's correction, which is then zero
     shared: SharedExpertsSpec | None = None
     averages_shared: bool = False  # the output is half the sum of routed and shared experts (Cohere)
-    # Tokens are multiplied by their weights before the experts instead of after them (Llama 4). For one expert a token.
+    # The router's weights multiply the experts' inputs instead of their outputs (Llama 4). Needs one expert per token.
     weighs_inputs: bool = False
-    num_unused_experts: int = 0  # stored behind those of the router (ERNIE-4.5-VL)
+    num_unused_experts: int = 0  # number of unused experts that are stored behind the router's experts (ERNIE-4.5-VL)
     # Size of the rows that experts read and write, which are projected from and to the model's width (latent MoE).
     latent_size: int | None = None  # None: the model's width
     router_size: int | None = None  # size of the rows that the router reads; None: the model's width
-    latent_norm_epsilon: float | None = None  # of a norm of these rows before the experts; None: there is none
-    output_norm_epsilon: float | None = None  # of a norm of each expert's output, which all share; None: there is none
+    latent_norm_epsilon: float | None = None  # epsilon of a norm of latent rows before the experts; None: no norm
+    output_norm_epsilon: float | None = None  # epsilon of one norm for the outputs of all experts; None: no norm
     router_factor: float = 1.0  # multiplies the stored weights of the router
-    zero_experts_return_nothing: bool = False  # instead of their input
+    zero_experts_return_nothing: bool = False  # zero experts return zeros instead of their input
 
     @property
     def moe(self) -> MoESpec:
@@ -69,8 +70,8 @@ class MoESpec(FeedForwardSpec):
 class MoELayer(Network):
     """Routes each token, sends it to its experts, and adds up the weighted outputs.
 
-    Router and shared experts are whole on every rank. Of the other experts, a rank holds those in its own slots, or a
-    slice of each (`Placement.num_slices`).
+    Router and shared experts are whole on every rank. A rank has the routed experts in its own slots, or a slice of
+    each routed expert (`Placement.num_slices`).
 
     With T tokens of this rank, D model width, and K experts per token:
 
@@ -79,8 +80,8 @@ class MoELayer(Network):
         experts      rows -> rows                             meanwhile: shared experts, [T, D] -> [T, D]
         combine      rows -> [T, D], weighted and added       collective: all ep ranks
 
-    Experts of a latent size read and write narrower rows: a projection [T, D] -> [T, L] comes before dispatch, and one
-    [T, L] -> [T, D] after combine. Both are whole on every rank.
+    Experts of a latent size L read and write narrower rows: a projection [T, D] -> [T, L] comes before dispatch, and a
+    projection [T, L] -> [T, D] after combine. Both projections are whole on every rank.
 
     Args:
         config: the computation, independent of the layout.
@@ -135,7 +136,7 @@ class MoELayer(Network):
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
         self.load = ExpertLoad(placement, self.rank_in_group, context.of_experts)
         self.dispatcher = dispatchers.make(placement, self.load.rows_e)
-        # One row for each chosen expert.
+        # Each chosen expert of a token gets one row.
         self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
         self.add_shared = rows.make(context.backend).add
         if config.averages_shared:
@@ -188,13 +189,13 @@ class MoELayer(Network):
                 yield at("bias"), whole(bias_D)
 
     def place(self, placement: Placement) -> None:
-        """Switch to a placement with the same slots, whose weights are in them already."""
+        """Switch to a placement with as many slots. The weights of its experts must be in their new slots already."""
         assert placement.num_slots == self.placement.num_slots
         self.load.placement = placement
         self.dispatcher.expert_copies.place(placement)
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """True if a CUDA graph should hold such a step, padded. The answer is the same on all ranks."""
+        """True if a CUDA graph should capture steps with these numbers of tokens, padded. The same on all ranks."""
         return self.dispatcher.is_capturable(tokens_per_rank, self.bytes_per_token)
 
     @property
@@ -215,7 +216,7 @@ class MoELayer(Network):
         """Yield after dispatch has started, and after combine has started.
 
         Args:
-            routed_TD: the inputs of the router; None: those of the experts.
+            routed_TD: the inputs of the router; None: the router reads the inputs of the experts.
         """
         step = run.step
         plain_TD = plain_rows(hidden_TD)
@@ -249,7 +250,7 @@ class MoELayer(Network):
         return combined_TD if shared is None else self.add_shared(combined_TD, shared.wait())
 
     def _run_experts(self, pending: PendingDispatch) -> tuple[Tensor, Callable[[Tensor], PendingOutput]]:
-        """Return the outputs of this rank's experts, and how to combine them."""
+        """Return the outputs of this rank's experts, and the function that starts to combine them."""
         dispatched = pending.wait()
         if not dispatched.is_counted:
             self.load.count(dispatched.tokens.groups.counts_e)

@@ -26,7 +26,7 @@ class Routing:
     weights_TK: Tensor  # float32
 
     def without_zero_experts(self, num_experts: int) -> tuple[Routing, Tensor]:
-        """Return a copy that routes to the first `num_experts` experts only, and the weight [T, 1] of all others."""
+        """Return a copy that routes only to the first `num_experts` experts, and the sum [T, 1] of other weights."""
         is_zero_TK = self.experts_TK >= num_experts
         weights_T1 = (self.weights_TK * is_zero_TK).sum(dim=-1, keepdim=True)
         return Routing(self.experts_TK.masked_fill(is_zero_TK, -1), self.weights_TK), weights_T1
@@ -38,7 +38,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutePlace:
-    """The place of a layer's routes in a step, for a rank that reports or is given the experts of tokens."""
+    """The place of a layer's routes in a step, on a rank that reports the experts of tokens or is given them."""
 
     layer: int  # index in `StepInputs.forced_routes`
     memory_TK: Tensor  # int64: where the experts of a step's rows are written, which the next step overwrites
@@ -67,8 +67,8 @@ class Router(nn.Module):
 
         Args:
             factor: multiplies the stored weights.
-            may_lack_correction: a correction that is not stored is zero.
-            num_fixed: the last experts, which have no stored correction, but are always chosen.
+            may_lack_correction: True: a correction that the checkpoint does not store is zero.
+            num_fixed: number of last experts, which have no stored correction and are always chosen.
         """
         if at.has("transposed"):  # [hidden size, experts]
             yield at("transposed"), whole(self.weight.T, factor=factor)
@@ -90,7 +90,7 @@ class Router(nn.Module):
                 yield at("weight"), dataclasses.replace(zeros, factor=0.0)
             else:
                 shape = at.stored.get(at(name), ())
-                if len(shape) == 2:  # the first row is that of text
+                if len(shape) == 2:  # the first row is for text
                     yield at(name), some_rows(correction_E[None], slice(0, 1), shape[0])
                 else:
                     yield at(name), whole(correction_E)
@@ -100,7 +100,7 @@ class Router(nn.Module):
             yield at("tid2eid"), whole(self.table)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs | None = None) -> Routing:
-        """Route this rank's tokens [t, D]. `step` is needed where token ids determine the experts."""
+        """Route this rank's tokens [t, D]. `step` is required if token ids determine the experts."""
         given_TK = None
         if self.table is not None:
             assert step is not None

@@ -5,9 +5,9 @@
 - fused: `experts.gate_up_proj` [experts, 2 * width, hidden], gates before ups, and `experts.down_proj`; experts without
   gates have `up_proj` [experts, width, hidden] instead;
 - transposed: `experts.gate_up_proj` [experts, hidden, 2 * width], and `experts.down_proj` [experts, width, hidden];
-- interleaved: the same shapes under `experts.interleaved`, with outputs of gate and up in turn;
-- in turns: `experts.in_turns.gate_up_proj` [experts, 2 * width, hidden], with rows of gate and up in turn, and
-  `down_proj` as in fused ones;
+- interleaved: the same shapes under `experts.interleaved`, with alternating outputs of gate and up;
+- in turns: `experts.in_turns.gate_up_proj` [experts, 2 * width, hidden], with alternating rows of gate and up, and
+  `down_proj` as in the fused layout;
 - one below the other: `experts.below.gate_proj` [experts * width, hidden], `up_proj`, and `down_proj` transposed.
 """
 
@@ -38,7 +38,7 @@ GATE_UP = ("gate_proj", "up_proj")
 
 
 def expert_rows(at: At, moe: MoELayer) -> Iterator[Row]:
-    """Yield the rows of all experts.
+    """Yield the weight mapping of all experts.
 
     Args:
         at: the place of the experts.
@@ -91,7 +91,7 @@ def _separate(at: At, moe: MoELayer) -> Iterator[Row]:
             yield own("down_proj.bias"), None  # on only one of the ranks that share an expert
         if down.bias is not None:
             yield own("down_proj.bias"), whole(down.bias[slot])
-    # Zero experts have no weights, but transformers saves some that it does not use.
+    # Zero experts have no weights, but transformers saves unused weights for them.
     num_stored = moe.placement.num_logical + moe.config.router.num_zero_experts + moe.config.num_unused_experts
     for expert in set(range(num_stored)) - set(moe.local_experts):
         for name in (*GATE_UP, "down_proj"):
@@ -128,7 +128,7 @@ def _fused(at: At, moe: MoELayer) -> Iterator[Row]:
 
 
 def _some_fused(at: At, moe: MoELayer, experts: range) -> Iterator[Row]:
-    """Yield the rows of some experts: fused, with the rows of gate and up in turns, or with gates and ups apart."""
+    """Yield the weight mapping of some experts: fused, with alternating gate and up rows, or in separate tensors."""
     gate_up, down, share, width = moe.experts.gate_up, moe.experts.down, moe.experts.width, moe.config.expert_width
     hidden_size = down.shape[1]
     gates_ups = gate_up.open.weight_eOI.unflatten(1, (2, -1))
@@ -219,7 +219,7 @@ def _one_below_the_other(at: At, moe: MoELayer) -> Iterator[Row]:
 
 
 def _interleaved(at: At, moe: MoELayer) -> Iterator[Row]:
-    """Yield the rows. In the model, an expert's rows of gate come before those of up."""
+    """Yield the weight mapping. In memory, all gate rows of an expert come before its up rows."""
     gate_up, down, share, width = moe.experts.gate_up, moe.experts.down, moe.experts.width, moe.config.expert_width
     num_experts, hidden_size = moe.placement.num_logical, down.shape[1]
     inputs, outputs = slice(0, hidden_size), rows_of_heads(share, 2)

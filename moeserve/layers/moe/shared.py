@@ -19,7 +19,7 @@ from moeserve.ops.rows.interface import Rows, plain_rows
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsSpec:
-    """One network as wide as all shared experts together."""
+    """The shape of shared experts: one network as wide as all of them together."""
 
     width: int
     activation: Activation = SwiGLU()

@@ -1,7 +1,7 @@
-"""Experts on a shortcut (ScMoE, arXiv 2404.05019): their input is that of a dense network, their output
-is added after the next one.
+"""Experts on a shortcut around two dense networks (ScMoE, arXiv 2404.05019).
 
-The experts run before the first dense network, so that the two halves of a step can overlap there.
+The experts read the input of the first dense network, and their output is added after the second. The experts run
+before the first dense network, so that the two halves of a step can overlap there.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ShortcutStart(Network):
 
 
 class ShortcutEnd(Network):
-    """The sum of a dense network's output and that of the experts."""
+    """The sum of a dense network's output and the experts' output."""
 
     def __init__(self, config: ShortcutEndSpec, build: Build) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Experts whose router is a network with a state, which it passes on to the router of the next layer (Zaya)."""
+"""Experts whose router is a network with a state, which the router passes on to the router of the next layer (Zaya)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moeserve.ops.rows.interface import plain_rows
 
 @dataclass
 class RouterState:
-    """The state of the last router, on its way to the next one."""
+    """The state of the last router, on its way to the next router."""
 
     state_tR: Tensor | None = None
 

@@ -1,7 +1,7 @@
 """Embeddings of the last few tokens (Qwen4): hashed n-grams, gated by the streams, and a convolution of the result.
 
-The ids of the tokens before a chunk are kept as the state of a convolution whose outputs are its last inputs. They are
-stored as differences from the id that separates texts: zeros, with which a state begins, stand for this token.
+The ids of the tokens before a chunk are kept as the state of a convolution whose outputs are its last inputs. Ids are
+stored as differences from the id of the token that separates texts. A new state is zero, which stands for that token.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from moeserve.step_inputs import StepInputs
 
 # S streams, X = S * D, n tokens of the longest n-gram, E tables, F size of all rows of a token, P = T * S
 MAX_MULTIPLIER = 2**63 - 1
-GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
+GAMMA = 0x9E3779B97F4A7C15  # the increment of SplitMix64
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramSpec(NetworkSpec):
-    """The shape of the embedding of one layer. It has tables for each length of n-grams from two tokens on."""
+    """The shape of the embedding of one layer. Each length of n-grams from 2 to `max_length` tokens has tables."""
 
     name = "ple"
 
     vocab_size: int
     num_streams: int
-    max_length: int  # n
+    max_length: int  # number of tokens of the longest n-gram (n)
     tables_per_length: int
     first_size: int  # sizes of tables are the primes from this number on
-    size_multiple: int  # of which the rows of all tables together are made a multiple
+    size_multiple: int  # the number of rows of all tables together is rounded up to a multiple of this
     index: int  # number of embeddings in earlier layers, which have smaller primes
-    seed: int  # of the hash functions
+    seed: int  # seed of the hash functions
     separator: int  # id of the token that separates texts: n-grams do not reach across it
-    embedded_size: int  # F
-    num_taps: int  # of the convolution, n tokens apart
+    embedded_size: int  # size of all rows of a token together (F)
+    num_taps: int  # number of taps of the convolution, which are n tokens apart
 
     @property
     def needs(self) -> Needs:
@@ -83,7 +83,7 @@ class NgramSpec(NetworkSpec):
 
 @functools.cache
 def primes_from(first: int, count: int) -> tuple[int, ...]:
-    """Return the smallest primes that are at least `first`."""
+    """Return the `count` smallest primes that are not less than `first`."""
     found: list[int] = []
     number = max(first, 2)
     while len(found) < count:
@@ -102,9 +102,9 @@ def split_mix(number: int) -> int:
 
 
 class NgramEmbedding(Network):
-    """The embedding.
+    """Embeds the n-grams that end at each token, gates them by the streams, and convolves the result.
 
-    Each tp rank has a share of the tables, embeds its own tokens, and convolves those of all ranks.
+    Each tp rank has a share of the tables, embeds its own tokens, and convolves the tokens of all ranks.
     """
 
     def __init__(self, config: NgramSpec, build: Build) -> None:
@@ -198,13 +198,13 @@ class NgramEmbedding(Network):
 
     @functools.cached_property
     def _spread(self) -> ConvolutionWeights:
-        """The taps of the convolution, with zeros for the tokens between them. Available after weights are loaded."""
+        """The taps of the convolution, with zeros for tokens between taps. Available after weights are loaded."""
         taps = self.taps.new_zeros(self.config.span, self.taps.shape[1])
         taps[:: self.config.max_length] = self.taps
         return ConvolutionWeights(taps, None)
 
     def _numbers(self, step: StepInputs, states: Tensor) -> Tensor:
-        """Return the row [T, E] of each table that embeds a token and those before it."""
+        """Return, for each token and table, the row [T, E] that embeds the token and the tokens before it."""
         config, ids_T = self.config, step.token_ids
         before, separator = config.max_length - 1, config.separator
         codes_Tn = (ids_T - separator).float()[:, None].repeat(1, before)

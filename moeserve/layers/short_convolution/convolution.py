@@ -50,7 +50,7 @@ class ShortConvolutionSpec(NetworkSpec):
 class GatedConvolution(OverTP):
     """output(C * convolution(B * x)), where B, C and x are projections of the token.
 
-    Each tp rank has a share of the channels, and its output is a partial sum over them.
+    Each tp rank has a share of the channels, and its output is a partial sum over these channels.
     """
 
     def __init__(self, config: ShortConvolutionSpec, hidden_size: int, context: BuildContext) -> None:
@@ -74,7 +74,7 @@ class GatedConvolution(OverTP):
             size,
             hidden_size,
             context,
-            has_bias=config.has_bias and context.tp.rank_in_group == 0,  # outputs are summed: only one rank adds it
+            has_bias=config.has_bias and context.tp.rank_in_group == 0,  # added once: outputs are summed
             limits=QuantizationLimits(5, (first,)),
             chunks=share.chunks,
         )

@@ -27,7 +27,7 @@ class Columns(nn.Module):
 
     @property
     def affine(self) -> Affine:
-        """The function as an argument of operations."""
+        """The function in the form that operations take."""
         return Affine(self.scale, self.bias)
 
     def rows(self, at: At, name: str) -> Iterator[Row]:
@@ -40,7 +40,7 @@ class Columns(nn.Module):
 class AffineStream(PlainStream):
     """A stream of one row for each token.
 
-    Behind a network, the stream is the sum of functions of its output and of the stream.
+    After a network, the new stream is a function of the network's output plus a function of the stream.
     """
 
     @property

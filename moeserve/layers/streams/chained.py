@@ -16,7 +16,7 @@ from moeserve.layers.streams.residual import PlaceSpec, PlainStream, Residual
 class ChainedStream(PlainStream):
     """A stream of one row for each token.
 
-    A network without a norm reads the update before it, and replaces it by its own.
+    A network without a norm reads the previous network's update, and replaces that update by its own.
     """
 
     def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> Residual:

@@ -1,4 +1,4 @@
-"""A norm whose rows are multiplied by gates that are computed from them (A.X K2)."""
+"""A norm whose rows are multiplied by gates that are computed from the rows (A.X K2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GatedNormSpec:
     rank: int  # size of the rows from which gates are projected
 
     def build(self, build: Build, form: RowsForm) -> GatedNorm:
-        """Return the norm. Its rows are plain in any form: networks quantise them."""
+        """Return the norm. Its rows are plain, whatever `form` is: networks quantise plain rows themselves."""
         return GatedNorm(self, build)
 
 

@@ -1,4 +1,4 @@
-"""Several residual streams, of which networks read a gated mean, and whose gates are computed from all (Qwen4)."""
+"""Several residual streams whose gated mean networks read. The gates are computed from all streams (Qwen4)."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class StreamsNorm(nn.Module):
 
 
 class GatedConnection(StreamsPlace):
-    """The place of a network that reads the mean of gated streams. Its output is added to each with a weight."""
+    """The place of a network that reads the mean of gated streams, and whose output is added to each with a weight."""
 
     def __init__(self, config: GatedStreams, build: Build, *, is_last: bool = False) -> None:
         """
         Args:
-            is_last: behind all networks, where nothing is added.
+            is_last: True: the place is after all networks, where nothing is added to the streams.
         """
         super().__init__(config, build)
         self.num_streams, width = config.num_streams, config.num_streams * build.hidden_size
@@ -78,7 +78,7 @@ class GatedConnection(StreamsPlace):
         normed_TX = self.norm(values_TX)
         inner_TR = self.down(normed_TX) / self.num_streams
         gated_TX = self._gate(self.up(self._gate(inner_TR, inner_TR)), normed_TX)
-        # One addition after the other: their order must not depend on the number of tokens.
+        # Streams are added one after the other, because the order of additions must not depend on the number of tokens.
         sum_TD, *others = (part.float() for part in gated_TX.chunk(self.num_streams, dim=1))
         for part_TD in others:
             sum_TD = sum_TD + part_TD

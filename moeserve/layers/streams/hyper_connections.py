@@ -35,7 +35,7 @@ class Streams:
 class HyperStreams(StreamsSpec):
     """A stream of several rows for each token.
 
-    A network without a norm reads all of them, and its output is as wide.
+    A network without a norm reads all rows of a token, and its output has as many rows.
     """
 
     ends_in_mean: bool = False  # the hidden states are the mean of the streams (GLM-5.3), not a learned sum
@@ -63,12 +63,12 @@ class HyperStreams(StreamsSpec):
         return StreamsMean(self, build) if self.ends_in_mean else HyperConnection(self, build, num_kinds=1)
 
     def start(self, hidden_tX: Tensor) -> Streams:
-        """Return the streams: copies of embedded tokens, or those of the previous pipeline stage."""
+        """Return the streams: copies of embedded tokens, or the streams that the previous pipeline stage sent."""
         return Streams(hidden_tX)
 
 
 class StreamsPlace(Place):
-    """The place of a network that reads all streams, and whose output is as wide."""
+    """The place of a network that reads all streams, and whose output is as wide as all streams together."""
 
     def __init__(self, config: StreamsSpec, build: Build) -> None:
         super().__init__()
@@ -136,12 +136,12 @@ class StreamsMean(StreamsSum):
 
 
 class HyperConnection(StreamsSum):
-    """The place of a network between streams."""
+    """The place of a network that reads a learned sum of the streams."""
 
     def __init__(self, config: StreamsSpec, build: Build, form: RowsForm = "plain", *, num_kinds: int) -> None:
         """
         Args:
-            num_kinds: of coefficients. 1 for the last place, whose normalised streams are the model's output.
+            num_kinds: number of kinds of coefficients; 1 for the last place, whose rows are the hidden states.
         """
         super().__init__(config, build, form)
         context, hidden_size = build.context, build.hidden_size

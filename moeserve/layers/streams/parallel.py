@@ -52,7 +52,7 @@ class ParallelStream:
 
 
 class Fork(Place):
-    """The place of a network whose rows the next one may read too."""
+    """The place of a network whose rows the next network may read too."""
 
     def __init__(self, norm: nn.Module, build: Build) -> None:
         super().__init__()

@@ -29,19 +29,20 @@ class Place(nn.Module):
         raise NotImplementedError
 
     def leave(self, stream: Any, update_tD: Tensor) -> tuple[Any, Tensor | None]:
-        """Return the stream behind the network, and the update that is left to add to it."""
+        """Return the stream after the network, and the update that is still to be added; None: nothing is."""
         raise NotImplementedError
 
     def close(self, stream: Any, update_tD: Tensor | None) -> Tensor:
-        """Return the stream with the update, for the next pipeline stage."""
+        """Return the stream with the update added, for the next pipeline stage."""
         raise NotImplementedError
 
     def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:
-        """Yield the rows of the place of a network.
+        """Yield the weight mapping of this place.
 
         Args:
             at: the place of the layer.
             norm_name: the name of the norm before the network.
+            output_norm_name: the name of the norm of the network's output.
         """
         raise NotImplementedError
 
@@ -50,16 +51,16 @@ class NormSpec(Protocol):
     """A kind of norm before a network."""
 
     def build(self, build: Build, form: RowsForm) -> nn.Module:
-        """Return the norm. `form` is that of the rows that the network reads."""
+        """Return the norm. `form` is the form of the rows that the network reads."""
         ...
 
 
 @dataclass(frozen=True)
 class NormOfSum:
-    """An RMSNorm of a mean of equally many terms, times the root of their number, for a stream that holds their sum.
+    """An RMSNorm of the residual stream divided by the root of the number of its terms (Beam).
 
-    Beam divides the residual stream by the root of the number of its terms. A norm does not depend on such a factor but
-    for its epsilon, which is multiplied by the number of terms.
+    The stream here is the undivided sum of the terms. An RMSNorm depends on such a factor only through epsilon, so
+    epsilon is multiplied by the number of terms instead.
     """
 
     num_terms: int
@@ -82,7 +83,7 @@ class NormWithEpsilon:
 class PlaceSpec:
     """The connection of a network to the residual stream."""
 
-    entry_norm: nn.Module | None = None  # the norm before the network, if it is not that of the stream
+    entry_norm: nn.Module | None = None  # the norm before the network; None: the stream makes the norm
     has_norm: bool  # False: the network reads the stream as it is, in plain rows
     is_normed: bool  # the network's output is normalised
     is_scaled: bool  # the stream is multiplied by a learned number behind the network
@@ -93,7 +94,7 @@ class StreamSpec(Protocol):
 
     @property
     def width(self) -> int:
-        """The width of the stream, in widths of the model."""
+        """The width of the stream, as a multiple of the model's width."""
         ...
 
     @property
@@ -102,15 +103,15 @@ class StreamSpec(Protocol):
         ...
 
     def place(self, build: Build, form: RowsForm, spec: PlaceSpec) -> Place:
-        """Return the place of a network. `form` is that of the rows that the network reads."""
+        """Return the place of a network. `form` is the form of the rows that the network reads."""
         ...
 
     def last(self, build: Build) -> Place:
-        """Return the place behind all networks, whose rows are the hidden states."""
+        """Return the place after all networks. The rows that it returns are the model's hidden states."""
         ...
 
     def start(self, hidden_tD: Tensor) -> Any:
-        """Return the stream of embedded tokens, or of what the previous pipeline stage has sent."""
+        """Return a stream that begins with embedded tokens, or with the rows that the previous pipeline stage sent."""
         ...
 
 
@@ -119,8 +120,8 @@ class PlainStream:
     """A stream of one row for each token."""
 
     has_layer_norms: bool = False  # the norms are LayerNorms
-    has_norm_biases: bool = True  # if they are
-    last_norm: NormSpec | None = None  # behind all networks; None: as those before networks
+    has_norm_biases: bool = True  # LayerNorms have biases
+    last_norm: NormSpec | None = None  # the norm after all networks; None: the same kind as before networks
     width: int = 1
 
     @property
@@ -148,7 +149,7 @@ class PlainStream:
 
 
 class Residual(Place):
-    """A norm before the network, and perhaps one of its output."""
+    """The place of a network with a norm before the network, and perhaps a norm of the network's output."""
 
     def __init__(self, norm: nn.Module, output_norm: RMSNorm | ScaledFirstNorm | None, build: Build) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ class Residual(Place):
 
 
 class ScaledResidual(Residual):
-    """A place behind which the stream is multiplied by a learned number."""
+    """The place of a network after which the stream is multiplied by a learned number."""
 
     def __init__(self, norm: nn.Module, output_norm: RMSNorm | None, build: Build) -> None:
         super().__init__(norm, output_norm, build)

@@ -17,7 +17,7 @@ from moeserve.layers.streams.residual import PlaceSpec, PlainStream, Residual
 from moeserve.ops import mixing
 from moeserve.ops.mixing.interface import Affine
 
-SMALLEST_SQUARE = 1e-3  # of the factor of the stream
+SMALLEST_SQUARE = 1e-3  # minimum of the square of the stream's factor
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EmbeddingNorm:
 
 
 class WholeNorm(RMSNorm):
-    """An RMSNorm whose weights are stored as they are."""
+    """An RMSNorm whose stored weights are complete: `At.norm_offset` is not added to them."""
 
     def rows(self, at: At) -> Iterator[Row]:
         yield at("weight"), whole(self.weight)
@@ -47,12 +47,12 @@ class LastNorm:
 class ResidualGates(PlainStream):
     """A stream of one row for each token.
 
-    The outputs of all networks are normalised, those of `is_normed` ones with weights.
+    The outputs of all networks are normalised. The norm of an output has weights if the place `is_normed`.
     """
 
     last_norm: LastNorm = LastNorm()
     temperature: float  # divides the stored gates
-    output_epsilon: float  # of the norms of outputs
+    output_epsilon: float  # epsilon of the norms of outputs
 
     @property
     def needs(self) -> Needs:
@@ -65,7 +65,10 @@ class ResidualGates(PlainStream):
 
 
 class GatedResidual(Residual):
-    """A norm before the network, and one of its output. Behind it, each column of both is multiplied by a factor."""
+    """The place of a network with norms of its input and output.
+
+    The new stream is the sum of the output and the stream, each multiplied by a factor for each column.
+    """
 
     def __init__(self, norm: nn.Module, config: ResidualGates, build: Build, *, has_weights: bool) -> None:
         size, epsilon, context = build.hidden_size, config.output_epsilon, build.context

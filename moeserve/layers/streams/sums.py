@@ -24,7 +24,7 @@ from moeserve.ops import mixing
 
 
 class Sums(NamedTuple):
-    """The sums of each token, side by side. Those of blocks that have not begun hold any numbers."""
+    """The sums of each token, side by side. The sums of blocks that have not begun hold arbitrary numbers."""
 
     values_tX: Tensor
     last: int  # index of the sum that updates are added to
@@ -34,7 +34,7 @@ class Sums(NamedTuple):
 class SumsStream:
     """A stream of the sums of blocks.
 
-    A network without a norm reads the update before it, and replaces it by its own.
+    A network without a norm reads the previous network's update, and replaces that update by its own.
     """
 
     width: int  # number of sums
@@ -63,9 +63,9 @@ class SumsStream:
 class SumsNormSpec:
     """The attention by which a network reads sums."""
 
-    num_sums: int  # that have begun
-    begins_sum: bool = False  # the update before the network is the first of the last sum
-    names: tuple[str, ...] = ()  # of the norms of several inputs, which have queries of their own; (): there is one
+    num_sums: int  # number of sums that have begun
+    begins_sum: bool = False  # the update before the network is the first update of the last sum
+    names: tuple[str, ...] = ()  # names of the norms of several inputs, each with its own query; (): one input
     follows_embedding: bool = False  # the network reads the embedded tokens, which are normalised first
 
     def build(self, build: Build, form: RowsForm) -> SumsNorm:
@@ -74,7 +74,7 @@ class SumsNormSpec:
 
 
 class SumsNorm(nn.Module):
-    """The queries of a network, and the norms of what they read."""
+    """The queries with which a network attends to sums, and the norms of the results."""
 
     def __init__(self, config: SumsNormSpec, build: Build, form: RowsForm) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class SumsPlace(Place):
     def attend(
         self, stream: Sums, update_tD: Tensor | None, *, begins: bool, queries_QD: Tensor | None
     ) -> Tensor | None:
-        """Add the update to the last sum, and return the attention of the queries [t, Q, D]."""
+        """Add the update to the last sum. Return the results of the queries' attention to the sums, [t, Q, D]."""
         values_tSD = stream.values_tX.unflatten(1, (-1, self.hidden_size))
         return self._attend(values_tSD, stream.last + 1, update_tD, begins=begins, queries_QD=queries_QD)
 
@@ -127,7 +127,7 @@ class SumsPlace(Place):
 
 
 class AttendingPlace(SumsPlace):
-    """The place of a network that reads sums. It reads a tuple if it has several inputs."""
+    """The place of a network that attends to sums. A network with several inputs reads a tuple of rows."""
 
     def __init__(self, norm: SumsNorm, build: Build) -> None:
         super().__init__(build)

@@ -1,4 +1,4 @@
-"""A short convolution of the update of the network before it (Inkling): update + convolution(update)."""
+"""A short convolution of the previous network's update (Inkling): update + convolution(update)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moeserve.ops.convolution.interface import ConvolutionShape, ConvolutionWeig
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConvolutionSpec(NetworkSpec):
-    """The shape of one convolution. Its place is on a `ChainedStream`, without a norm."""
+    """The shape of one convolution. The convolution is placed on a `ChainedStream`, without a norm."""
 
     name = "update_convolution"
 
     num_taps: int  # tokens that the convolution spans, the current one included
     is_scaled: bool = False  # the result is multiplied by a learned number
-    factor: float | None = None  # or by this one (Inkling 2)
+    factor: float | None = None  # the result is multiplied by this number (Inkling 2)
 
     @property
     def needs(self) -> Needs:
@@ -42,7 +42,7 @@ class UpdateConvolutionSpec(NetworkSpec):
 
 
 class UpdateConvolution(Network):
-    """The convolution. Every tp rank convolves the updates of all tokens, and returns those of its own tokens."""
+    """Convolves updates. Every tp rank convolves the updates of all tokens, and returns the rows of its own tokens."""
 
     def __init__(self, config: UpdateConvolutionSpec, build: Build) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Dispatch by all-to-all: each token is sent to the ranks of its experts only.
 
-All ranks gather all routing first. From it, each rank computes what it sends and receives, for dispatch and combine.
+All ranks first gather the routing of all tokens. From this routing, each rank computes the rows that it sends and
+receives, for dispatch and combine.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from moeserve.layers.moe.router import Routing
 from moeserve.ops.products.interface import RowGroups
 from moeserve.step_inputs import StepInputs
 
-# R pairs that this rank computes, U distinct tokens that its experts need, S rows that it sends (a token once to each
-# rank), W ranks of the group
+# R pairs that this rank computes, U distinct tokens that this rank's experts need, S rows that this rank sends (each
+# token once to each rank that needs it), W ranks of the group
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class PendingAllToAll:
 
 
 class AllToAllDispatcher:
-    """Sends each rank only the rows that it needs. See `Dispatcher` for the contract.
+    """Sends each rank only the rows that the rank needs. See `Dispatcher` for the contract.
 
     A token's row is sent once to each rank that holds any of its experts; every pair's output is sent back once. All
     ranks compute the sizes of these exchanges from the gathered routing: see `Exchange`.

@@ -1,12 +1,12 @@
 """Dispatch by all-gather: every rank receives every token, in one collective for dispatch and one for combine.
 
-A small step has shapes that do not depend on the routing, so the host never waits between the collectives. There are
-two forms of its combine:
+A small step has shapes that do not depend on the routing, so the host never waits between the collectives. Its outputs
+are combined in one of two forms:
 
 - *Sums of ranks*: a rank adds the weighted outputs of its own experts for each token and rounds, and the ranks add
   these sums. The exchanged bytes depend on the number of tokens only.
-- *Rows of pairs*, where results must have the same bytes in every layout: a rank sends a row for each pair of all
-  tokens, with zeros for those of other ranks, and the token's rank adds the outputs in top-k order.
+- *Rows of pairs*, if results must have the same bytes in every layout: a rank sends a row for each pair of all tokens,
+  with zeros for pairs that other ranks compute, and the token's rank adds the outputs in top-k order.
 
 With tensor-parallel experts, all steps count as small, and every rank computes all pairs. Rows of pairs are
 then partial sums in float32, which the ranks add in the tree of `InputChunks` to the bytes of a whole expert's outputs.
@@ -38,8 +38,8 @@ from moeserve.step_inputs import StepInputs
 ROW_ALIGNMENT = 32  # bytes: GPU kernels read aligned rows faster
 
 
-# The largest small steps of the two forms. To send more than 64 MiB takes longer than a graph saves: 0.2 ms at 300
-# GB/s, in which Python launches a layer. Rows of pairs are sent; of sums, there is one for the 8 pairs of a token.
+# Limits of small steps in the two forms. Sending more than 64 MiB takes longer than a graph saves: 0.2 ms at 300 GB/s,
+# in which Python launches a layer. With rows of pairs, all rows are sent; with sums, one row for a token's 8 pairs.
 ROWS_OF_PAIRS = StepLimits(eager=2**19, captured=2**26)
 SUMS_OF_RANKS = StepLimits(eager=2**26, captured=2**29)
 ALL_STEPS = StepLimits(eager=sys.maxsize, captured=sys.maxsize)
@@ -92,10 +92,10 @@ class SmallOutput:
 
 
 class AllGatherDispatcher:
-    """Sends all tokens to every rank, which selects those of its experts. See `Dispatcher` for the contract.
+    """Sends all tokens to every rank, which selects the tokens of its experts. See `Dispatcher` for the contract.
 
-    Each token's row is sent to every other rank once. In large steps each pair's output is sent back once; for small
-    steps see the module.
+    Each token's row is sent to every other rank once. In large steps, each pair's output is sent back once. For small
+    steps, see the module's docstring.
     """
 
     takes_float8 = False
@@ -103,7 +103,7 @@ class AllGatherDispatcher:
     def __init__(self, group: GroupCoordinator, placement: Placement, context: BuildContext) -> None:
         """
         Args:
-            placement: of whole experts, or of slices.
+            placement: the placement of whole experts, or of slices of experts.
         """
         self.group = group
         is_sliced = placement.num_slices > 1
@@ -117,7 +117,7 @@ class AllGatherDispatcher:
             self.small_steps = ALL_STEPS
 
     def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:
-        """True if a step has few tokens or is padded. The answer is the same on all ranks."""
+        """True if a step has few tokens or is padded. The result is the same on all ranks."""
         bytes_per_token = routing.experts_TK.shape[1] * hidden_TD.shape[1] * hidden_TD.element_size()
         return step.padding is not None or sum(step.tokens_per_rank) * bytes_per_token <= self.small_steps.eager
 
@@ -153,10 +153,10 @@ class AllGatherDispatcher:
         """Combine the outputs of a small step by sums of ranks.
 
         Args:
-            pair_of_row_P: the pair of each row that this rank computes; -1 for the others.
+            pair_of_row_P: the pair of each row that this rank computes; -1 in spare rows.
         """
         sum_ND = self.exchange.pairs.weighted_sum(output, pair_of_row_P[: len(output)], weights_NK, dtype)
-        # collective: all ep ranks; adds one sum of each rank to each token's
+        # collective: all ep ranks; adds the sums of all ranks for each token
         return ReadyOutput(self.group.reduce_scatter(sum_ND, tokens_per_rank))
 
     def combine_pairs(
@@ -171,7 +171,7 @@ class AllGatherDispatcher:
         pairs = self.exchange.pairs
         pairs_per_rank = [num_tokens * weights_TK.shape[1] for num_tokens in tokens_per_rank]
         output_PD = pairs.scatter(output, pair_of_row_P[: len(output)], sum(pairs_per_rank))
-        # collective: all ep ranks; adds zeros of the other ranks to each pair's output, or its partial sums
+        # collective: all ep ranks; adds the zeros or the partial sums of other ranks to each pair's output
         output_pD = self.group.reduce_scatter(output_PD, pairs_per_rank, None if output_PD.dtype == dtype else dtype)
         return SmallOutput(output_pD, _all_pairs(len(output_pD), output_pD.device), weights_TK, dtype, pairs)
 
@@ -180,7 +180,7 @@ class AllGatherDispatcher:
 
 
 class DispatcherBySize:
-    """Sends small steps through the all-gather, and all others through a dispatcher that sends fewer rows."""
+    """Dispatches small steps by all-gather, and all other steps by a dispatcher that sends fewer rows."""
 
     takes_float8 = False
 
@@ -202,7 +202,7 @@ class DispatcherBySize:
 
 
 def _columns(both_NV: Tensor, first_byte: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers of `dtype` from a place in each row: [N, num_columns]."""
+    """Return [N, num_columns] numbers of `dtype`, which begin at `first_byte` of each row."""
     start, end = (byte // both_NV.element_size() for byte in (first_byte, first_byte + num_columns * dtype.itemsize))
     values_NX = both_NV[:, start:end]
     is_aligned = all(number * both_NV.element_size() % dtype.itemsize == 0 for number in (start, both_NV.shape[1]))
@@ -211,5 +211,5 @@ def _columns(both_NV: Tensor, first_byte: int, num_columns: int, dtype: torch.dt
 
 @functools.cache
 def _all_pairs(num_pairs: int, device: torch.device) -> Tensor:
-    """Return [p] indices. Never freed, because captured graphs read them at their address."""
+    """Return the indices 0 to p - 1, [p] int64. They are never freed, because graphs read them at their address."""
     return torch.arange(num_pairs, device=device)

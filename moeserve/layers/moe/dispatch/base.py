@@ -32,7 +32,7 @@ class PackedTokens:
 class SlottedTokens:
     """Equally many slots for each local expert, so shapes do not depend on the routing."""
 
-    slots_eSD: Rows  # each expert's rows are in its first slots; the others are neither computed nor read
+    slots_eSD: Rows  # each expert's rows are in its first slots; other slots are neither computed nor read
     groups: RowGroups  # the rows of each local expert
 
 
@@ -54,10 +54,10 @@ class ReadyOutput:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The tokens that this rank's experts compute, and how their outputs are sent back and added up.
+    """The tokens that this rank's experts compute, and the function that sends their outputs back and adds them up.
 
-    The argument of `combine` is the outputs of the experts, in the same layout as the tokens. If the tokens have an
-    `out_RD`, the outputs must be in this memory. Collective: all ep ranks.
+    `combine` takes the outputs of the experts, in the same layout as the tokens. If the tokens have an `out_RD`, the
+    outputs must be in this memory. `combine` is collective: all ep ranks.
     """
 
     tokens: PackedTokens | SlottedTokens
@@ -67,14 +67,14 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits of the steps that run although the host does not know how many rows each rank computes.
+    """Limits, in bytes, of steps that run although the host does not know how many rows each rank computes.
 
-    Such a step allocates one row for each pair of a token and a chosen expert. The limits are bytes of these rows. The
-    memory of graphs is measured at the start; that of eager steps is not.
+    Such a step allocates one row for each pair of a token and a chosen expert, and the limits apply to the bytes of
+    these rows. The memory of graphs is measured at the start; the memory of eager steps is not.
     """
 
-    eager: int
-    captured: int  # padded for a graph
+    eager: int  # limit of eager steps
+    captured: int  # limit of steps that are padded for a graph
 
 
 def pack(
@@ -90,9 +90,9 @@ def pack(
     """Pack the rows of (token, expert) pairs for the expert kernels. The pairs are sorted by local expert.
 
     Args:
-        expected_rows: estimate of the number of rows that count, if spare rows with pair -1 follow them; None: no
-            spare rows follow.
-        gathers_late: expert kernels gather the rows as they read them; see `Backend.products_gather_rows`.
+        expected_rows: estimate of the number of rows that count, if spare rows with pair -1 follow; None: no spare
+            rows follow.
+        gathers_late: expert kernels gather rows as they read rows; see `Backend.products_gather_rows`.
     """
     groups = RowGroups(counts_e, expected_rows is not None, expected_rows)
     if gathers_late:
@@ -117,16 +117,16 @@ class PendingDispatch(Protocol):
 class Dispatcher(Protocol):
     """Sends each token to its experts and returns their outputs, weighted and summed.
 
-    The routing names logical experts; the dispatcher chooses among their copies. Expert -1 is padding: it is neither
-    sent nor counted and adds nothing.
+    The routing names logical experts; the dispatcher chooses among their copies. A pair with expert -1 is padding,
+    which is neither sent nor counted, and adds nothing.
 
-    Expert kernels do not apply the router's weights: `Dispatched.combine` does. It adds a token's outputs in float32
-    and in top-k order, so the sum does not depend on the ranks that computed them or on their order of arrival. Only
-    where the context is not batch-invariant, a rank may add the outputs of its own experts first and round their sum.
+    `Dispatched.combine` applies the router's weights; expert kernels do not. `combine` adds a token's outputs in
+    float32 and in top-k order, so the sum does not depend on the ranks that computed the outputs or on the order of
+    arrival. Unless the context is batch-invariant, a rank may first add and round the outputs of its own experts.
 
     All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, also without tokens. The number
-    of each rank's tokens is in `step.tokens_per_rank`. Calls for the other half of a step may come in between, in one
-    order on all ranks.
+    of each rank's tokens is in `step.tokens_per_rank`. Calls for the other half of a step may come in between, in the
+    same order on all ranks.
     """
 
     @property
@@ -136,7 +136,7 @@ class Dispatcher(Protocol):
 
     @property
     def takes_float8(self) -> bool:
-        """True if FP8 rows reach the experts unchanged. The `Float8Rows` must then keep the plain rows too."""
+        """True if FP8 rows reach the experts unchanged. `Float8Rows` must then contain the plain rows too."""
         ...
 
     def dispatch(self, hidden_TD: Any, routing: Routing, step: StepInputs) -> PendingDispatch:
@@ -144,7 +144,7 @@ class Dispatcher(Protocol):
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        """True if a CUDA graph can hold a padded step of this size, and saves time. All ranks get the same result.
+        """True if a CUDA graph can capture a padded step of this size and saves time. The same on all ranks.
 
         Args:
             bytes_per_token: bytes of the rows of one token, which has one row for each chosen expert.

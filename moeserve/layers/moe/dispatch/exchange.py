@@ -1,6 +1,6 @@
-"""The assignment of a step's pairs to ranks, computed from all routing, and the return of their outputs.
+"""The assignment of a step's pairs to ranks, computed from the routing of all tokens, and the return of their outputs.
 
-Pair p = n * K + k is token n, of all ranks' tokens rank by rank, with its k-th expert.
+Pair p = n * K + k is token n with its k-th expert. Tokens are counted over all ranks, rank by rank.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class Traffic:
-    """The numbers of tokens and pairs that this rank exchanges with each rank: all that the host needs of a routing."""
+    """The numbers of tokens and pairs that this rank exchanges with each rank. The host needs no more of a routing."""
 
-    tokens_to: list[int]  # own tokens that the rank's experts compute
-    tokens_from: list[int]  # tokens of the rank that this rank's experts compute
-    pairs_to: list[int]  # own pairs that the rank computes
-    pairs_from: list[int]  # pairs of the rank that this rank computes
+    tokens_to: list[int]  # by rank: this rank's tokens that the rank's experts compute
+    tokens_from: list[int]  # by rank: the rank's tokens that this rank's experts compute
+    pairs_to: list[int]  # by rank: this rank's pairs that the rank computes
+    pairs_from: list[int]  # by rank: the rank's pairs that this rank computes
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The pairs of a step as one rank sees them: which it computes, and which outputs it receives."""
+    """The pairs of a step that one rank computes, and the outputs that the rank receives."""
 
     traffic: Traffic
     packed_pairs_R: Tensor  # the pair of each row to compute; rows are sorted by local expert, then by pair
     counts_e: Tensor  # rows of each local expert
     pair_of_received_O: Tensor  # the own pair (t * K + k) of each output that returns
-    first_tokens_w: Tensor  # the index of each rank's first token among those of all ranks, and N at the end
+    first_tokens_w: Tensor  # the index of each rank's first token among the tokens of all ranks, and N at the end
     num_pairs_TW: Tensor  # for each own token, the number of its pairs that each rank computes
-    needed_before_M: Tensor  # the number of tokens before each one that this rank's experts compute; at the end, of all
+    needed_before_M: Tensor  # for each token, the number of earlier tokens that this rank computes; total at the end
 
 
 @dataclass(frozen=True)
 class Returns:
-    """The way back of a step's outputs: rank by rank, and sorted by expert. Both sides find this order by sorting."""
+    """The return of a step's outputs to the ranks of their tokens.
+
+    Outputs are sent rank by rank, sorted by expert. Sender and receiver both find this order by sorting.
+    """
 
     weights_TK: Tensor
     row_of_sent_R: Tensor  # the packed row of each output that this rank sends
@@ -63,17 +66,17 @@ class Returns:
 
 
 class Exchange:
-    """The part of a dispatch between ranks that does not depend on the collective.
+    """The part of a dispatch between ranks that does not depend on the choice of collectives.
 
-    In a large step the host waits for the GPU once per layer, for the sizes of all exchanges. Once per step would not
-    be enough: a layer's routing depends on the layer before it.
+    In a large step, the host waits for the GPU once per layer, for the sizes of all exchanges. Waiting once per step
+    would not be enough, because a layer's routing depends on the layer before.
     """
 
     def __init__(self, group: GroupCoordinator, placement: Placement, context: BuildContext) -> None:
         """
         Args:
-            placement: over the ranks of the group, or over one, if every rank computes all pairs. Only its slots per
-                rank are used here; `expert_copies` tracks their experts.
+            placement: over the ranks of the group, or over a single rank if every rank computes all pairs. Only the
+                number of slots of each rank is used here; `expert_copies` tracks the experts in the slots.
         """
         assert placement.num_ranks in (1, group.world_size), (placement.num_ranks, group.world_size)
         self.group = group
@@ -86,7 +89,7 @@ class Exchange:
         first_physical = placement.first_physical[rank]
         self.own_keys = Keys(placement.num_slots[rank], first_physical, self.all_keys.num_counted)
         ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
-        # Index -1, which is padding, finds the last element: a rank beyond all others.
+        # Index -1, which is padding, reads the last element: a rank beyond all ranks of the group.
         self.rank_of_physical = torch.tensor([*ranks, placement.num_ranks], device=context.device)
 
     def choose(self, routing: Routing, step: StepInputs) -> Tensor:
@@ -100,7 +103,12 @@ class Exchange:
         return share_of_pairs(step.tokens_per_rank, top_k, self.own_keys.num_counted, self.all_keys.num_counted)
 
     def assign(self, own_TK: Tensor, experts_NK: Tensor, step: StepInputs) -> Assignment:
-        """Assign pairs to ranks, from the physical experts of this rank's tokens and of all ranks'."""
+        """Assign pairs to ranks.
+
+        Args:
+            own_TK: physical experts of this rank's tokens.
+            experts_NK: physical experts of all ranks' tokens.
+        """
         num_ranks = self.group.world_size
         first_tokens = torch.tensor([*accumulate(step.tokens_per_rank, initial=0)])
         first_tokens_w = first_tokens.to(own_TK.device, non_blocking=True)
@@ -133,7 +141,7 @@ class Exchange:
         )
 
     def returns(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> Returns:
-        """Return the way back of the outputs of an assignment."""
+        """Return the order and sizes in which the outputs of an assignment are sent back."""
         first_pairs_W = assignment.first_tokens_w[1:] * weights_TK.shape[1]
         rank_of_row_R = torch.bucketize(assignment.packed_pairs_R, first_pairs_W, right=True)
         row_of_sent_R, _ = self.pairs.order(rank_of_row_R, self.keys_of_ranks)
@@ -147,7 +155,7 @@ class Exchange:
         )
 
     def send_back(self, returns: Returns, output_RD: Tensor) -> PendingExchange:
-        """Send each pair's output to the rank of its token, which adds them up."""
+        """Send each pair's output to the rank of the pair's token, which adds up the token's outputs."""
         sent_RD = self.pairs.gather(output_RD, returns.row_of_sent_R)
         # collective: all ep ranks
         return PendingExchange(
@@ -171,5 +179,5 @@ class PendingExchange:
 
 
 def _sum_before(numbers_N: Tensor) -> Tensor:
-    """Return [M] int64: the sum of the numbers before each, then of all."""
+    """Return [M] int64: for each number, the sum of the numbers before it; at the end, the sum of all."""
     return functional.pad(numbers_N.cumsum(0), (1, 0))

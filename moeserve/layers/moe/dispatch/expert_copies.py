@@ -1,4 +1,4 @@
-"""The physical expert that each token goes to, where an expert has several copies."""
+"""The choice of a physical expert for each token, if a logical expert has several copies."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from moeserve.layers.moe.placement.placement import Placement, copies_in_turn
 from moeserve.ops import routing
 from moeserve.ops.upload import uploaded
 
-# W turns at most
+# W maximum number of turns
 
 
 class ExpertCopies:
-    """Maps logical to physical experts: near copies, in turn from one token of the step to the next.
+    """Maps logical to physical experts. Successive tokens use the copies of an expert in turn, near copies first.
 
-    See `copies_in_turn`. Tokens that are spread evenly over the ranks give every copy the same work.
+    See `copies_in_turn`. If tokens are spread evenly over the ranks, every copy gets the same work.
     """
 
     def __init__(self, placement: Placement, rank_in_group: int, node_of_rank: tuple[int, ...], context: BuildContext):
         """
         Args:
-            placement: the initial one; `place` changes it.
+            placement: the initial placement, which `place` replaces.
             rank_in_group: the rank whose tokens are sent.
-            node_of_rank: by rank of the group, the number of its host.
+            node_of_rank: the number of the host of each rank of the group.
         """
         self.device = device = context.device
         self._rank = rank_in_group
@@ -51,7 +51,7 @@ class ExpertCopies:
 
         Args:
             experts_TK: logical experts, int64.
-            first_token: the index of this rank's first token among those of all ranks.
+            first_token: the index of this rank's first token among the tokens of all ranks.
         """
         if self.is_identity:
             return experts_TK

@@ -1,4 +1,4 @@
-"""Factories of dispatchers: one is opened for a rank, makes one dispatcher per layer, and is closed at the end."""
+"""Factories of dispatchers. A rank opens one factory, which makes a dispatcher per layer and is closed at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class DispatcherFactory(Protocol):
-    """Makes the dispatchers of one rank, and owns what they share."""
+    """Makes the dispatchers of one rank, and owns the buffers that these dispatchers share."""
 
     @property
     def group(self) -> GroupCoordinator:
@@ -38,8 +38,8 @@ class DispatcherFactory(Protocol):
         """Return the dispatcher of a layer with this placement.
 
         Args:
-            load_e: [e] int64, to which a dispatcher adds the rows of each local expert if this takes no launch of its
-                own; see `Dispatched.is_counted`.
+            load_e: [e] int64. A dispatcher adds the number of rows of each local expert to it, if counting needs no
+                kernel of its own; see `Dispatched.is_counted`.
         """
         ...
 
@@ -58,12 +58,12 @@ class DispatcherFactory(Protocol):
 
 @dataclass(frozen=True)
 class TorchDispatchers:
-    """Dispatchers on the group's own collectives. They share nothing."""
+    """Makes dispatchers that use the group's own collectives. Only `shared_memory` dispatchers share memory."""
 
     name: Literal["local", "allgather", "all_to_all", "shared_memory"]
     group: GroupCoordinator
     context: BuildContext
-    rows: SharedRows | None = None  # of shared_memory
+    rows: SharedRows | None = None  # the memory that dispatchers share with name="shared_memory"
 
     def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher:
         if self.name == "local":
@@ -92,7 +92,7 @@ class TorchDispatchers:
             self.rows.share_again(self.group)
 
     def close(self) -> None:
-        """Return at once: nothing is shared."""
+        """Return at once: there is nothing to release together with other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class DispatchShape:
     top_k: int
     dtype: torch.dtype  # the dtype of hidden states
     num_slots: tuple[int, ...]  # physical experts of each rank
-    max_tokens_per_rank: int  # most tokens that a rank brings to a step
+    max_tokens_per_rank: int  # maximum number of tokens that a rank brings to a step
 
 
 def open_dispatchers(
@@ -111,10 +111,10 @@ def open_dispatchers(
 ) -> DispatcherFactory:
     """Open the dispatchers that the config chooses. Collective: all ep ranks.
 
-    With dispatcher="auto", `all_to_all` replaces what cannot be used, and a log message gives the reason.
+    With dispatcher="auto", `all_to_all` replaces a dispatcher that cannot be used, and a log message gives the reason.
 
     Raises:
-        SettingsError: the config requires what cannot be used.
+        SettingsError: the config requires a dispatcher that cannot be used.
     """
     experts = config.experts
     if experts.dispatcher == "shared_memory":

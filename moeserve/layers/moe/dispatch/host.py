@@ -1,7 +1,7 @@
-"""Dispatch to experts on the host: rows leave the GPU in each layer, and the weighted sums return to it.
+"""Dispatch to experts on the host: in each layer, rows go from the GPU to the host, and the weighted sums return.
 
-A token of a layer takes 2 * D bytes each way in bfloat16, and 12 bytes for each of its experts, so a decode step needs
-little of the link. Shared experts run on the GPU while the host computes.
+In each layer, a token takes 2 * D bytes each way in bfloat16, and 12 bytes for each of its experts, so a decode step
+uses little of the link's bandwidth. Shared experts run on the GPU while the host computes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HostDispatcher:
         """
         Args:
             local: the dispatcher on the host.
-            device: of the rows that tokens bring, and of their sums.
+            device: the device of hidden states and of the weighted sums.
         """
         self.local = local
         self.device = device

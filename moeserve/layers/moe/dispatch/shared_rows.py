@@ -1,6 +1,6 @@
-"""Dispatch between ranks of one host, which read each other's rows where they are: in memory that all of them map.
+"""Dispatch between ranks of one host, which read each other's rows in place, in memory that all ranks map.
 
-Nothing is sent but the routing, from which each rank computes the place of every row.
+Only the routing is sent. From the routing, each rank computes the place of every row.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from moeserve.ops.pairs.interface import PairKernels
 from moeserve.ops.products.interface import RowGroups
 from moeserve.step_inputs import StepInputs
 
-# N tokens of all ranks, P pairs of all ranks that are not padding, R of them that this rank computes, E slots of all
-# ranks, e of this rank
+# N tokens of all ranks, P pairs of all ranks that are not padding, R pairs that this rank computes, E slots of all
+# ranks, e slots of this rank
 
 
 @dataclass
 class SharedRows:
-    """Rows in memory that all ranks of a group map. Layers use them one after another, each half of a step its own."""
+    """Rows in memory that all ranks of a group map.
+
+    Layers use the same rows one after another. The two halves of a step use different rows.
+    """
 
     hidden_ND: Tensor  # rank by rank
     output_PD: Tensor  # sorted by slot, rank by rank, then by pair
@@ -43,7 +46,7 @@ class SharedRows:
         )
 
     def of_half(self, step: StepInputs, top_k: int) -> SharedRows:
-        """Return the rows from the first token of this half of a step on."""
+        """Return the rows that begin with the first token of this half of a step."""
         return SharedRows(self.hidden_ND[step.rows_before :], self.output_PD[step.rows_before * top_k :])
 
 
@@ -68,7 +71,7 @@ def _shared(
 
 @dataclass(frozen=True)
 class SharedOutputs:
-    """The outputs of all ranks' pairs, and those of them that belong to this rank's tokens."""
+    """The outputs of all ranks' pairs, and the indices of the outputs that belong to this rank's tokens."""
 
     weights_TK: Tensor
     pair_of_row_P: Tensor  # the own pair (t * K + k) of each output of all ranks; -1 for pairs of other ranks' tokens
@@ -121,16 +124,16 @@ class PendingSharedOutput:
 
 
 class SharedRowsDispatcher:
-    """Writes hidden states and outputs into shared memory, and reads those of other ranks there. See `Dispatcher`.
+    """Writes hidden states and outputs into shared memory, where all ranks read them. See `Dispatcher`.
 
-    A row is written once and read where it is needed; `all_to_all` copies it three times more. Experts write their
-    outputs to `PackedTokens.out_RD`, which is in shared memory.
+    A row is written once and read in place; `all_to_all` copies each row three times more. Experts write their outputs
+    to `PackedTokens.out_RD`, which is in shared memory.
 
     Each layer has two small all-gathers. The first carries the routing, after hidden states are written; the second is
-    a barrier, after outputs are written. No rank overwrites rows that another still reads. A rank writes hidden states
-    after the second all-gather of the previous layer, which all ranks join once they have read the hidden states of
-    that layer. It writes outputs after the first all-gather, which all ranks join once they have read the outputs of
-    the previous layer. Halves of a step have rows of their own, for each of which this holds.
+    a barrier, after outputs are written. No rank overwrites rows that another rank still reads. A rank writes hidden
+    states after the second all-gather of the previous layer, which all ranks join once they have read the hidden states
+    of that layer. A rank writes outputs after the first all-gather, which all ranks join once they have read the
+    outputs of the previous layer. The two halves of a step have different rows, and the same holds for each half.
     """
 
     takes_float8 = False
@@ -150,7 +153,7 @@ class SharedRowsDispatcher:
         return PendingSharedRows(pending_NK, routing.weights_TK, self, step)
 
     def combine(self, outputs: SharedOutputs, output: Tensor) -> PendingSharedOutput:
-        """Let all ranks read the outputs of this rank's experts."""
+        """Begin the barrier after which all ranks may read the outputs of this rank's experts."""
         shared = self.rows.output_PD.untyped_storage()
         assert output.untyped_storage().data_ptr() == shared.data_ptr(), "outputs of experts are not in `out_RD`"
         # collective: all ep ranks

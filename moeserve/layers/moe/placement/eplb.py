@@ -2,13 +2,13 @@
 
 The load of an expert is the number of tokens routed to it, in any unit. Copies of an expert share its load evenly, so
 the load of a rank is the sum over its slots of the expert's load divided by its number of copies. The imbalance is the
-load of the fullest rank over the mean of the ranks: all ranks wait for the fullest one.
+load of the fullest rank over the mean of the ranks: all ranks wait for the fullest rank.
 
 `eplb` is DeepSeek's published algorithm (https://github.com/deepseek-ai/EPLB), for any number of experts, slots and
-ranks. It has two policies. The global one ignores nodes. The hierarchical one keeps all copies of a group of experts on
-one node, so that a router that first chooses groups sends a token to few nodes. `rebalance` reaches nearly the same
-imbalance with few changes to the current placement. Both are deterministic, so every rank can compute them
-independently.
+ranks. It has two policies. The global policy ignores nodes. The hierarchical policy keeps all copies of a group of
+experts on one node, so that a router that first chooses groups sends a token to few nodes. `rebalance` reaches nearly
+the same imbalance with few changes to the current placement. Both functions are deterministic, so every rank can
+compute placements independently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Move:
     to_rank: int
     slot: int  # slot of `to_rank`
     expert: int
-    from_rank: int  # a rank that holds the expert before; `to_rank` if it only changes slots
+    from_rank: int  # a rank that holds the expert before the move; `to_rank` if the expert only changes slots
 
 
 def rank_loads(loads: Sequence[float], placement: Placement) -> tuple[float, ...]:
@@ -167,10 +167,10 @@ def pack(loads: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
 def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.01) -> Placement:
     """Return a placement almost as even as that of `eplb`, with few changes to the current one.
 
-    Groups of experts stay on their nodes if that can be almost as even. A node that keeps its groups is repaired:
-    copies of cold experts are replaced with copies of hot ones, then the fullest rank swaps experts with others. If
-    this does not come close enough to `eplb`'s imbalance, its placement is used, with nodes and ranks renumbered so
-    that few experts move. An expert that stays on its rank stays in its slot.
+    Groups of experts stay on their nodes if such a placement can be almost as even. A node that keeps its groups is
+    repaired: copies of cold experts are replaced with copies of hot experts, then the fullest rank swaps experts with
+    other ranks. If the repair does not come close enough to `eplb`'s imbalance, `eplb`'s placement is used, with nodes
+    and ranks renumbered so that few experts move. An expert that stays on its rank stays in its slot.
 
     Args:
         loads: by logical expert.
@@ -200,7 +200,7 @@ def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.01)
 def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ()) -> tuple[Move, ...]:
     """Return the copies that change one placement into another with the same slots.
 
-    The source of an expert is a rank of the same node if possible, and among several the one that sends least.
+    The source of an expert is a rank of the same node if possible; among several, the rank that sends the fewest.
 
     Args:
         before: the current placement.
@@ -242,7 +242,7 @@ def place_experts(
 ) -> tuple[Placement, ...]:
     """Return a placement for each MoE layer.
 
-    It is that of `eplb`, or with the experts in order if the loads are unknown.
+    `eplb` computes the placements from the loads. If the loads are unknown, experts are placed in order.
 
     Args:
         loads: by layer and by logical expert, as from `read_loads`; empty: unknown.
@@ -267,7 +267,7 @@ def place_experts(
 
 
 def _num_even_nodes(node_of_rank: Sequence[int]) -> int:
-    """Return the number of nodes if each has equally many consecutive ranks, else 1."""
+    """Return the number of nodes if each node has equally many consecutive ranks, else 1."""
     num_nodes = max(len(set(node_of_rank)), 1)
     num_ranks = len(node_of_rank) // num_nodes
     in_order = [node for node in dict.fromkeys(node_of_rank) for _ in range(num_ranks)]
@@ -275,7 +275,7 @@ def _num_even_nodes(node_of_rank: Sequence[int]) -> int:
 
 
 def _rebalance_node(loads: Sequence[float], before: Ranks, planned: Ranks, limit: float) -> Sequence[Sequence[int]]:
-    """Return the experts of each rank of a node: repaired if that is possible, else as planned, in another order."""
+    """Return the experts of each rank of a node: repaired if possible, otherwise as planned, with ranks renumbered."""
     experts = sorted(set(itertools.chain.from_iterable(before)))
     if experts == sorted(set(itertools.chain.from_iterable(planned))):
         index = {expert: index for index, expert in enumerate(experts)}
@@ -289,7 +289,7 @@ def _rebalance_node(loads: Sequence[float], before: Ranks, planned: Ranks, limit
 
 
 def _repair(loads: Sequence[float], before: Placement, limit: float) -> list[list[int]] | None:
-    """Return the experts of each rank after a few changes that leave no rank above `limit`; None if not possible."""
+    """Return the experts of each rank after a few changes that leave no rank above `limit`; None if impossible."""
     load_E = np.asarray(loads, dtype=np.float64)
     expert_S = np.array(before.logical_of_physical)
     rank_S = np.repeat(np.arange(before.num_ranks), before.num_slots)
@@ -333,7 +333,7 @@ def _move_copies(load_E: FloatArray, expert_S: IntArray, rank_S: IntArray, heavy
 
 
 def _ordered(before: Sequence[Ranks], after: Sequence[Ranks]) -> list[Ranks]:
-    """Return `after`, ordered so that each item has as many slots as that in `before`, and shares many experts."""
+    """Return the items of `after`, each paired with an item of `before` of the same size that shares many experts."""
     left = list(after)
     ordered = []
     for ranks in before:

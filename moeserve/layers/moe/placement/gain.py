@@ -61,7 +61,7 @@ def is_worth_it(proposal: Proposal, *, excess_of_model: float, waited_s: float, 
 
     Args:
         excess_of_model: the sum of `excess_rows` over all layers.
-        waited_s: forecast of the time that ranks wait for fuller ones, over all layers, if nothing moves.
+        waited_s: forecast of the time that ranks wait for fuller ranks, over all layers, if nothing moves.
         cost_s: total time by which the moves make steps longer.
     """
     return excess_of_model > 0 and waited_s * min(1.0, proposal.rows_saved / excess_of_model) > cost_s

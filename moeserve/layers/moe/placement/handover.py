@@ -1,4 +1,4 @@
-"""The placement of experts on the ranks that are left after others were lost."""
+"""The placement of experts on the ranks that are left after other ranks were lost."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from moeserve.layers.moe.placement.placement import Placement
 
 
 def hand_over(before: Placement, survivors: Sequence[int]) -> Placement:
-    """Return the placement in which survivors keep their slots, and take over the experts that none of them has.
+    """Return the placement in which survivors keep their slots, and take over the experts that no survivor has.
 
-    Each of these experts gets one slot, behind the others of the rank that has the fewest; ties go to the lowest rank.
+    Each expert that is taken over gets one new slot, at the end of the rank with the fewest slots. Ties go to the
+    lowest rank.
 
     Args:
-        before: whole experts, not slices.
-        survivors: ranks of `before`, ascending, at least one. They are numbered in this order.
+        before: the placement before ranks were lost, of whole experts.
+        survivors: surviving ranks of `before`, ascending, at least one. The result numbers ranks in this order.
     """
     assert before.num_slices == 1
     ranks = [list(before.logical_of_slot[rank]) for rank in survivors]
@@ -31,14 +32,14 @@ def hand_over(before: Placement, survivors: Sequence[int]) -> Placement:
 
 
 def sources_of(before: Placement, rank: int, own: Sequence[int], experts: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return from which ranks of `before` a rank takes the experts that it has not held, by rank.
+    """Return the experts that a rank did not hold in `before`, by the rank from which it takes them.
 
-    Each is taken from the lowest other rank that held it.
+    Each expert is taken from the lowest other rank that held the expert.
 
     Args:
-        rank: the rank in `before`.
-        own: the experts that it held.
-        experts: those that it holds afterwards.
+        rank: the number of the rank in `before`.
+        own: the experts that the rank held in `before`.
+        experts: the experts that the rank holds afterwards; `own` comes first.
     """
     first_holder: dict[int, int] = {}
     for holder, slots in enumerate(before.logical_of_slot):

@@ -47,8 +47,8 @@ class Collected:
     """The windows that were gathered, which are the same on all ranks of a stage."""
 
     window: LoadWindow  # all layers of the model
-    of_stage: LoadWindow | None  # the MoE layers of this rank's pipeline stage; None: it has none
-    figures_of_rank: tuple[tuple[int, ...], ...]  # by rank of the stage: the figures passed to `collect`
+    of_stage: LoadWindow | None  # the MoE layers of this rank's pipeline stage; None: the stage has none
+    figures_of_rank: tuple[tuple[int, ...], ...]  # for each rank of the stage, its `figures` argument of `collect`
 
 
 class LoadMeter:
@@ -60,7 +60,7 @@ class LoadMeter:
         """
         Args:
             load_of_layer: the counters of this rank's MoE layers, by the index of the layer in the model.
-            store: reads experts from disk, on all ranks or on none.
+            store: the store that reads experts from disk. Either all ranks have a store or none has.
         """
         self._load_of_layer = load_of_layer
         self._store = store
@@ -75,7 +75,7 @@ class LoadMeter:
         Args:
             num_tokens: tokens of each replica.
             seconds: duration of the step on this rank.
-            padded_to: rows that each replica processed; None: as many as its tokens.
+            padded_to: number of rows that each replica processed; None: as many rows as the replica has tokens.
         """
         self._num_steps += 1
         self._num_tokens += sum(num_tokens)
@@ -84,7 +84,7 @@ class LoadMeter:
         self._seconds += seconds
 
     def keep_counts(self, layer: int) -> None:
-        """Keep a layer's counts by expert before its slots change experts. All ranks call it in the same step."""
+        """Keep a layer's counts by expert before its slots change experts. All ranks call this in the same step."""
         load = self._load_of_layer[layer]
         kept_E = self._kept_of_layer.setdefault(layer, load.rows_e.new_zeros(load.placement.num_logical))
         experts = load.placement.logical_of_slot[self._groups.ep.rank_in_group]
@@ -92,13 +92,13 @@ class LoadMeter:
         load.rows_e.zero_()
 
     def collect(self, placement_epoch: int, figures: Sequence[int] = ()) -> Collected | None:
-        """Return the counts and figures of all ranks since the last call, and start a new window. None: no MoE layers.
+        """Return all ranks' counts since the last call and `figures`, and start a new window. None: no MoE layers.
 
         Collective: all ranks.
 
         Args:
             placement_epoch: epoch of the current placement.
-            figures: further integers to gather from all ranks; the same number on each.
+            figures: further integers to gather from all ranks; all ranks pass equally many.
         """
         of_stage, figures_of_rank = self._collect_stage(placement_epoch, figures) if self._load_of_layer else (None, ())
         self._first_step += self._num_steps
@@ -153,8 +153,8 @@ class LoadMeter:
     def _gather(self, own: list[int]) -> list[list[int]]:
         """Return, for each rank of the stage, its `own` integers (the same number on each rank) followed by its rows.
 
-        Rows are ordered by layer: first those of the rank's slots, then those of all experts if `keep_counts` kept
-        them.
+        For each layer, the rows are the counts of the rank's slots, followed by the counts of all experts that
+        `keep_counts` kept, if any.
         """
         mine: list[Tensor] = []
         sizes = [len(own)] * self._groups.stage.world_size

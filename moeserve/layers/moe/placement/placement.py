@@ -32,8 +32,8 @@ class Placement:
 
     logical_of_slot: tuple[tuple[int, ...], ...]  # by rank and slot; a rank may have no slots
     num_logical: int
-    num_slices: int = 1  # of each expert; equal to the number of ranks if sliced
-    num_nodes: int = 1  # each of equally many consecutive ranks; 1: copies are placed regardless of nodes
+    num_slices: int = 1  # number of slices of each expert: 1, or the number of ranks
+    num_nodes: int = 1  # nodes of equally many consecutive ranks; 1: copies are placed regardless of nodes
     num_groups: int = 1  # the router's groups of experts, if there are several nodes
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Placement:
     ) -> Placement:
         """Return a placement of the experts in order. The numbers of slots per rank differ by at most one.
 
-        Redundant slots of a node follow its last expert, and start again with its first one.
+        The redundant slots of a node come last, and hold copies of the node's first experts.
 
         Raises:
             SettingsError: there are more slots than experts times ranks.
@@ -132,7 +132,7 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
     """Read expert loads from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}, or from recorded load windows.
 
     Args:
-        path: a JSON file with one list of loads per MoE layer, or with a single list for all of them. Or a .jsonl file
+        path: a JSON file with one list of loads per MoE layer, or with a single list for all layers; or a .jsonl file
             written by `expert_load_file`, whose windows are added up.
         num_layers: number of MoE layers of the model.
         num_experts: number of logical experts of each layer.
@@ -169,11 +169,11 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
 
 
 def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return, for each logical expert, the copies to which a rank sends its tokens, in turn.
+    """Return, for each logical expert, the copies to which a rank sends its tokens in turn.
 
-    With c copies and n ranks, each rank has c turns and each copy is used in n of them, so all copies get the same work
-    if all ranks have the same number of tokens. Turns use copies on the rank's own node first. All ranks of a node are
-    treated alike, so that a rank with more tokens than others does not compute all of them itself.
+    With c copies and n ranks, each rank has c turns, and each copy is used in n turns of all ranks. So all copies get
+    the same work if all ranks have the same number of tokens. Turns use copies on the rank's own node first. All ranks
+    of a node are treated alike, so that a rank with many tokens does not compute all its tokens itself.
 
     Args:
         rank: the sending rank.

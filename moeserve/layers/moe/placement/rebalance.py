@@ -32,7 +32,7 @@ FEMTOSECONDS = 10**15
 
 
 class PlacedExperts(Protocol):
-    """The expert weights of one rank, as the rebalancer needs them."""
+    """The expert weights of one rank, in the form that the rebalancer needs."""
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -53,7 +53,7 @@ class PlacedLayer(Protocol):
     def experts(self) -> PlacedExperts: ...
 
     def place(self, placement: Placement) -> None:
-        """Use another placement with the same slots, whose weights are already in them."""
+        """Use a placement with as many slots. The weights of its experts must be in their new slots already."""
         ...
 
 
@@ -138,10 +138,10 @@ class Rebalancer:
 
     Each stage rebalances its own layers, independently of the other stages.
 
-    On a GPU the host never waits. Pieces are sent on the main stream between two steps, because collectives need the
-    same order on all ranks. A side stream stores them in spare memory, and a switch waits for this stream. The switch
-    writes weights and tables on the main stream, after the last step that reads the old ones and before the first step
-    or graph replay that reads the new ones.
+    On a GPU the host never waits. Pieces of experts are sent on the main stream between two steps, because collectives
+    need the same order on all ranks. A side stream stores received pieces in spare memory, and a switch waits for this
+    stream. The switch writes weights and tables on the main stream, after the last step with the old placement and
+    before the first step or graph replay with the new placement.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Rebalancer:
             layers: the MoE layers of this stage, by their index in the model; at least one. Their weights are loaded
                 and packed.
             horizon: number of steps within which a new placement must save more time than it costs.
-            side_stream: a side stream of the GPU that holds the experts; None: they are on the CPU.
+            side_stream: a side stream of the GPU that holds the experts; None: the experts are on the CPU.
         """
         self._is_on_gpu = side_stream is not None
         self._side_stream = InlineStream() if side_stream is None else side_stream
@@ -181,12 +181,12 @@ class Rebalancer:
         self._loads = {index: [0.0] * layer.placement.num_logical for index, layer in layers.items()}
         self._window: LoadWindow | None = None  # the window that the current plans are based on
         self._unplanned: deque[int] = deque()  # layers still to plan
-        self._planned: list[Change] = []  # not yet accepted or rejected
+        self._planned: list[Change] = []  # changes that are neither accepted nor rejected yet
         self._excess_of_model = 0.0  # rows of each layer's fullest rank above the mean, over all layers
         self._rows_of_fullest = 0.0  # summed over all layers
-        self._changes: deque[Change] = deque()  # accepted; the first one is in progress
+        self._changes: deque[Change] = deque()  # accepted changes; the first is in progress
         self._num_arrived = 0  # bytes of each expert of the first change that have arrived
-        self._seconds_per_byte = 1 / INITIAL_BYTES_PER_SECOND  # on the slowest rank
+        self._seconds_per_byte = 1 / INITIAL_BYTES_PER_SECOND  # time to send a byte on the slowest rank
         self._own_seconds_per_byte = self._seconds_per_byte
         self._step_seconds = 0.0
 
@@ -206,7 +206,7 @@ class Rebalancer:
         self.must_switch = False
 
     def own_figures(self) -> list[int]:
-        """Return this rank's measurements, which `consider` needs from all ranks."""
+        """Return this rank's measured time to send a byte, [femtoseconds]. `consider` needs it from all ranks."""
         if self._timed_bytes and (seconds := self._clock.take_seconds()) is not None:
             self._own_seconds_per_byte, self._timed_bytes = seconds / self._timed_bytes, 0
         return [round(self._own_seconds_per_byte * FEMTOSECONDS)]
@@ -249,7 +249,10 @@ class Rebalancer:
         self.epoch += 1
 
     def begin_step(self) -> Piece | None:
-        """Begin to send a piece, if there is one, and return it for `finish_step`. Collective: all ranks of a stage."""
+        """Begin to send a piece of the change in progress, and return it for `finish_step`; None: there is no change.
+
+        Collective: all ranks of a stage.
+        """
         if not self._changes or self.must_switch:
             return None
         change = self._changes[0]
@@ -267,7 +270,7 @@ class Rebalancer:
         # collective: all ranks of the stage
         pending = self._groups.stage.all_to_all(sent, send_sizes, receive_sizes)
         if self._is_on_gpu or not self._groups.stage.progresses_in_background:
-            pending.wait()  # else the collectives of the step would queue behind it
+            pending.wait()  # otherwise the collectives of the step would queue behind this one
         self._clock.stop()
         return Piece(change, self._num_arrived, size, pending, sent)
 

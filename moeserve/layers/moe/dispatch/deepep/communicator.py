@@ -1,6 +1,6 @@
 """The common interface to DeepEP's two APIs, and rows in float8.
 
-DeepEP's experts are our physical ones: with equally many slots on each rank, expert e is slot e % slots of rank
+DeepEP's experts are our physical experts: with equally many slots on each rank, expert e is slot e % slots of rank
 e // slots.
 """
 
@@ -21,7 +21,7 @@ from moeserve.ops.rows.interface import FLOAT8_BLOCK, Float8Rows, Rows
 
 FLOAT8 = torch.float8_e4m3fn
 ROOM_FOR_PAIRS = StepLimits(eager=2**26, captured=2**30)  # for rows that DeepEP sends only if they exist
-MIN_MAGNITUDE = 1e-10  # the least magnitude of a block, so that a block of zeros has a scale
+MIN_MAGNITUDE = 1e-10  # minimum magnitude of a block, so that a block of zeros has a scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class DeepEPShape:
     top_k: int
     dtype: torch.dtype  # the dtype of hidden states
     num_slots: tuple[int, ...]  # physical experts of each rank
-    max_tokens_per_rank: int  # most tokens that a rank brings to a step
-    low_latency_tokens: int = 128  # most tokens per rank of a low-latency step; 0: no such steps
-    api: DeepEPApi | None = None  # None: the newest that the package has
+    max_tokens_per_rank: int  # maximum number of tokens that a rank brings to a step
+    low_latency_tokens: int = 128  # maximum number of tokens per rank in a low-latency step; 0: no such steps
+    api: DeepEPApi | None = None  # None: the newest API that the package has
     is_float8: bool = False  # send rows to experts in float8, with a scale for every FLOAT8_BLOCK values
 
     @property
@@ -46,11 +46,11 @@ class DeepEPShape:
         return sum(self.num_slots)
 
     def is_low_latency(self, tokens_per_rank: Sequence[int]) -> bool:
-        """True if a step uses the low-latency kernels. The answer is the same on all ranks."""
+        """True if a step uses the low-latency kernels. The result is the same on all ranks."""
         return self.low_latency_tokens > 0 and max(tokens_per_rank) <= self.low_latency_tokens
 
     def has_room(self, num_pairs: int, is_padded: bool) -> bool:
-        """True if a step has room for the outputs of this many pairs, so that the host need not know their number."""
+        """True if a step can allocate outputs for this many pairs, so that the host need not know the actual number."""
         most = ROOM_FOR_PAIRS.captured if is_padded else ROOM_FOR_PAIRS.eager
         return num_pairs * self.hidden_size * self.dtype.itemsize <= most
 
@@ -60,7 +60,7 @@ class DeepEPShape:
 
 
 class Event(Protocol):
-    """The completion of kernels on DeepEP's stream. It keeps their tensors alive, so hold it until the wait.
+    """The completion of kernels on DeepEP's stream. An event keeps the kernels' tensors alive: hold it until the wait.
 
     See `EventOverlap` in deep_ep/utils/event.py (https://github.com/deepseek-ai/DeepEP).
     """
@@ -81,11 +81,11 @@ class DeepEPCommunicator(Protocol):
     num_bytes: int  # GPU memory outside torch's allocator
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """True if such a step runs without waiting for the host, so that a CUDA graph can hold it."""
+        """True if a step of this size runs without waiting for the host, so that a CUDA graph can capture it."""
         ...
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
-        """Prepare the buffer for such a step before a graph is replayed. `dispatch` does so itself.
+        """Prepare the buffer for a step of this size before a graph is replayed. `dispatch` does so by itself.
 
         Collective: all ep ranks.
         """
@@ -102,8 +102,8 @@ class DeepEPCommunicator(Protocol):
         """Start to send rows to their experts. Collective: all ep ranks.
 
         Args:
-            hidden_TD: in 8 bits only if `shape.is_float8`, and with the plain rows.
-            experts_TK: physical experts, int64; -1 is not sent.
+            hidden_TD: hidden states; `Float8Rows` (which contain the plain rows) only if `shape.is_float8`.
+            experts_TK: physical experts, int64. Pairs with -1 are not sent.
             weights_TK: float32.
             is_padded: the step is padded for a graph.
         """
@@ -136,5 +136,5 @@ def to_float8(rows_TD: Rows) -> tuple[Tensor, Tensor]:
 
 
 def received_rows(received: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype) -> Rows:
-    """Return received rows [..., D], or codes with the scales [..., B] of their blocks, as the experts take them."""
+    """Return received rows [..., D], or codes [..., D] with scales [..., B], in the form that experts take."""
     return received if isinstance(received, Tensor) else Float8Rows(*received, dtype)

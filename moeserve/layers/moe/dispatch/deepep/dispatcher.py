@@ -1,4 +1,4 @@
-"""The dispatcher of one layer, which uses DeepEP."""
+"""The dispatcher of one layer that uses DeepEP."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moeserve.step_inputs import StepInputs
 class DeepEPDispatcher:
     """Sends tokens through DeepEP's kernels. See `Dispatcher` for the contract.
 
-    A step uses the low-latency kernels if no rank brings more than `low_latency_tokens` to it. With the legacy API its
-    tokens then arrive as `SlottedTokens`, whose unused slots may hold anything; otherwise as `PackedTokens`. Ranks add
-    outputs of a token before they are sent; see the two communicators.
+    A step uses the low-latency kernels if no rank brings more than `low_latency_tokens` to it. With the legacy API, the
+    tokens of such a step arrive as `SlottedTokens`, whose unused slots have arbitrary contents; all other tokens arrive
+    as `PackedTokens`. A rank may add the outputs of a token before it sends them; see the two communicators.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class DeepEPDispatcher:
         """
         Args:
             placement: the placement of this layer, with equally many slots on each rank.
-            communicator: shared by all layers.
+            communicator: the communicator that all layers share.
         """
         assert placement.num_slots == communicator.shape.num_slots, (placement.num_slots, communicator.shape.num_slots)
         self.group = group

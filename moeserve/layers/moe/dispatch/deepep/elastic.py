@@ -28,9 +28,9 @@ from moeserve.ops import pairs
 from moeserve.ops.products.interface import RowGroups
 from moeserve.ops.rows.interface import Rows, plain_rows
 
-# R received rows, one for each pair that this rank computes and possibly spare ones
+# R received rows: one for each pair that this rank computes, and possibly spare rows
 
-LEAST_LIMIT = 128  # tokens of a rank in a small step, without low-latency steps
+LEAST_LIMIT = 128  # minimum limit of a rank's tokens in a small step, if there are no low-latency steps
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class PendingElasticDispatch:
     """A dispatch in progress."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
-    expected_rows: int | None  # the rows that count in a small step, where most are spare; None: no spare rows
+    expected_rows: int | None  # estimated number of rows that count in a small step; None: there are no spare rows
     event: Event
-    handle: Any  # DeepEP's
+    handle: Any  # DeepEP's handle for the combine
     weights_R: Tensor
     num_tokens: int  # T
     communicator: ElasticCommunicator
@@ -58,7 +58,7 @@ class PendingElasticDispatch:
 
 @dataclass(frozen=True)
 class PendingEmptyCombine:
-    """A combine in progress of a rank without tokens, which sent one padding row."""
+    """A combine in progress on a rank without tokens, which sent one padding row."""
 
     pending: PendingCombine
 
@@ -69,12 +69,12 @@ class PendingEmptyCombine:
 class ElasticCommunicator:
     """See `DeepEPCommunicator`.
 
-    A token's row is sent once to each rank that holds any of its experts, and copied there into one row for each.
-    Outputs are multiplied by their weights and rounded; a token's outputs are added on each rank, rounded, and added
-    again on its own rank. So the placement decides what is rounded.
+    A token's row is sent once to each rank that holds any of its experts, and copied there into a row for each of these
+    experts. Outputs are multiplied by their weights and rounded. Each rank adds its outputs of a token and rounds the
+    sum, and the token's rank adds these sums. So the placement determines which sums are rounded.
 
-    Small steps have shapes that do not depend on the routing: rows for all possible pairs. In large steps those would
-    be too many, and the host waits for the number of rows.
+    Small steps have rows for all possible pairs, so that shapes do not depend on the routing. In large steps, these
+    rows would be too many, and the host waits for the number of rows.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class ElasticCommunicator:
         Args:
             deep_ep: the package.
             process_group: the torch.distributed group of the ep ranks in their order, with NCCL.
-            is_deterministic: give an expert's rows the same order each time. This sorts after each dispatch; in 2.1 the
-                sort waits for the host, so no graph can hold it. Sums are repeatable without it if the output of a
-                row does not depend on its place, since they are added in the order of k. Published versions refuse
-                it between hosts.
+            is_deterministic: give an expert's rows the same order each time, by a sort after each dispatch. In DeepEP
+                2.1 the sort waits for the host, so no graph can capture it. Sums are added in the order of k, so they
+                are repeatable without the sort if the output of a row does not depend on the row's place. Published
+                versions refuse this option between hosts.
         """
         self.shape = shape
         self.is_deterministic = is_deterministic
@@ -153,7 +153,7 @@ class ElasticCommunicator:
     def combine(
         self, handle: Any, weights_R: Tensor, num_tokens: int, output: Tensor
     ) -> PendingCombine | PendingEmptyCombine:
-        """Weigh outputs, and send them back to the `num_tokens` tokens of this rank."""
+        """Multiply outputs by their weights and send them to the ranks of their tokens. This rank has `num_tokens`."""
         num_rows = handle.psum_num_recv_tokens_per_expert[-1:]
         weighted_RD = self.pairs.weigh(output.contiguous(), weights_R, num_rows)
         # collective: all ep ranks
@@ -162,9 +162,9 @@ class ElasticCommunicator:
         return pending if num_tokens else PendingEmptyCombine(pending)
 
     def _limit(self, tokens_per_rank: Sequence[int], is_padded: bool) -> int | None:
-        """Return the tokens of a rank for which a small step has room; None: the step is large.
+        """Return the maximum number of tokens of a rank for which a small step allocates; None: the step is large.
 
-        One of few values, since kernels are compiled for each.
+        The limit is one of few values, because kernels are compiled for each value.
         """
         shape, limit = self.shape, self.shape.low_latency_tokens or LEAST_LIMIT
         while limit < max(tokens_per_rank):

@@ -83,7 +83,7 @@ def choose_package(
         deep_ep: the package; None: import it.
 
     Raises:
-        SettingsError: on all ranks, if one of them cannot use it.
+        SettingsError: on all ranks, if one of them cannot use the package.
     """
     reason = why_unsupported(shape, device, group.node_of_rank, deep_ep)
     package, api_number = None, 0
@@ -107,8 +107,9 @@ def open_communicator(
 ) -> DeepEPCommunicator:
     """Open the buffer for all layers, on all ranks or on none, before any graph is captured.
 
-    DeepEP's constructor looks for the connections between GPUs and hosts and raises any error where one is missing. If
-    only some ranks fail, the others may wait inside it until its own timeout or NCCL's. Collective: all ep ranks.
+    DeepEP's constructor looks for connections between GPUs and hosts, and raises some error if a connection is missing.
+    If only some ranks fail, the other ranks may wait in the constructor until DeepEP's or NCCL's timeout. Collective:
+    all ep ranks.
 
     Args:
         deep_ep: the result of `choose_package`.
@@ -116,7 +117,7 @@ def open_communicator(
         is_deterministic: see `ElasticCommunicator`; ignored among ranks of several hosts.
 
     Raises:
-        SettingsError: on all ranks, if one of them cannot open it.
+        SettingsError: on all ranks, if one of them cannot open the buffer.
     """
     communicator: DeepEPCommunicator | None = None
     reason = OTHERS_REFUSE

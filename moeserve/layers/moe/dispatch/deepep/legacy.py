@@ -1,4 +1,4 @@
-"""DeepEP's first API, `Buffer`: normal kernels for large steps and low-latency kernels for small ones, in one buffer.
+"""DeepEP's first API, `Buffer`: normal kernels for large steps and low-latency kernels for small steps, in one buffer.
 
 Based on https://github.com/deepseek-ai/DeepEP: deep_ep/buffer.py of 1.x, and deep_ep/buffers/legacy.py of 2.x with its
 document. Both versions accept the arguments used here. DeepEP's handles are opaque: their fields differ.
@@ -32,9 +32,9 @@ from moeserve.ops.products.interface import RowGroups
 from moeserve.ops.rows.interface import Rows, plain_rows
 
 # N distinct tokens that this rank received (in steps without a waiting host: all tokens of all ranks, most of them
-# undefined), R pairs of those that it computes, S = low_latency_tokens for every rank
+# undefined), R pairs of these tokens that this rank computes, S = low_latency_tokens * number of ranks
 
-MAX_LOW_LATENCY_RESULTS = 2  # in use at a time: DeepEP has two buffers
+MAX_LOW_LATENCY_RESULTS = 2  # maximum number of results in use at a time: DeepEP has two buffers
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class PendingNormalDispatch:
     """A dispatch in progress with DeepEP's normal kernels."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [N, D], or float8 and scales
-    experts_NK: Tensor  # local experts; -1: of another rank, or none
+    experts_NK: Tensor  # local experts; -1: an expert of another rank, or none
     weights_NK: Tensor
-    num_rows: int | None  # R; None: only the GPU knows it
+    num_rows: int | None  # R; None: only the GPU knows the number
     expected_rows: int | None
-    handle: tuple[Any, ...]  # DeepEP's
+    handle: tuple[Any, ...]  # DeepEP's handle for the combine
     event: Event
     communicator: LegacyCommunicator
 
@@ -68,7 +68,7 @@ class PendingLowLatencyDispatch:
     counts_e: Tensor  # int32
     expected_rows: int
     receive: Callable[[], None]  # launches the kernel that receives
-    handle: tuple[Any, ...]  # DeepEP's
+    handle: tuple[Any, ...]  # DeepEP's handle for the combine
     experts_TK: Tensor
     weights_TK: Tensor
     communicator: LegacyCommunicator
@@ -86,12 +86,12 @@ class LegacyCommunicator:
     """See `DeepEPCommunicator`.
 
     Normal kernels send a token's row once to each rank that holds any of its experts. That rank adds the weighted
-    outputs in float32 and in the order of k, and rounds; the token's rank adds these sums. So the placement decides
-    what is rounded. The host waits for the numbers of rows, unless all ranks are on one host and the step has room for
-    all pairs.
+    outputs in float32 and in the order of k, and rounds the sum; the token's rank adds these sums. So the placement
+    determines which sums are rounded. The host waits for the numbers of rows, unless all ranks are on one host and the
+    step has room for all pairs.
 
     Low-latency kernels send a row for each pair, and the token's rank adds the weighted outputs in the order of k.
-    Their shapes do not depend on the routing. One kernel sends, and another receives at the wait: between them no
+    Shapes do not depend on the routing. One kernel sends, and another kernel receives at the wait; between the two, no
     multiprocessor is taken from other kernels.
     """
 
@@ -124,7 +124,7 @@ class LegacyCommunicator:
         if self.is_ended_by_us:
             options["explicitly_destroy"] = True
         self.buffer = buffer_class(process_group, num_nvl_bytes, num_rdma_bytes, **options)
-        # All ranks are then on one host: see support.py. Old versions have no such argument.
+        # With so few ranks, all ranks are on one host: see support.py. Old versions have no such argument.
         self.can_assume_worst = (
             shape.num_ranks <= MAX_RANKS_OF_ONE_HOST
             and "num_worst_tokens" in inspect.signature(buffer_class.dispatch).parameters
@@ -190,7 +190,7 @@ class LegacyCommunicator:
             self.buffer.destroy()
 
     def _worst_tokens(self, tokens_per_rank: Sequence[int], is_padded: bool) -> int:
-        """Return the most tokens that a rank may receive, if a step has room for their pairs; otherwise 0."""
+        """Return the maximum number of tokens that a rank may receive; 0 if a step has no room for their pairs."""
         num_tokens = sum(tokens_per_rank)
         has_room = self.shape.has_room(num_tokens * self.shape.top_k, is_padded)
         return num_tokens if self.can_assume_worst and has_room else 0
@@ -245,7 +245,7 @@ class LegacyCommunicator:
 
 
 def _buffer_sizes(buffer_class: Any, shape: DeepEPShape) -> tuple[int, int]:
-    """Return the bytes for NVLink and for RDMA, from the buffer's own hints."""
+    """Return the sizes in bytes of the NVLink buffer and of the RDMA buffer, from DeepEP's hints."""
     hidden_bytes, num_ranks = shape.hidden_size * shape.dtype.itemsize, shape.num_ranks
     configs = buffer_class.get_dispatch_config(num_ranks), buffer_class.get_combine_config(num_ranks)
     num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for config in configs)

@@ -1,7 +1,7 @@
 """Checks whether DeepEP can carry the tokens of a model: the package, the GPU, the shapes.
 
-https://github.com/deepseek-ai/DeepEP. Its package `deep_ep` is imported here and nowhere else. Its classes
-decide which API is used, not its version: forks number their versions differently.
+https://github.com/deepseek-ai/DeepEP. DeepEP's package `deep_ep` is imported here and nowhere else. The classes of the
+package determine which API is used, not its version, because forks number their versions differently.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ HIDDEN_MULTIPLE = 16  # 32 bytes of bfloat16
 def why_unsupported(
     shape: DeepEPShape, device: torch.device, node_of_rank: Sequence[int], deep_ep: ModuleType | None = None
 ) -> str | None:
-    """Return why DeepEP cannot carry tokens of this shape on this machine, as half a sentence; None if it can.
+    """Return the reason why DeepEP cannot carry tokens of this shape on this machine, as a clause; None if it can.
 
     Missing NVLink or RDMA connections are found later, by `open_communicator`.
 
     Args:
-        node_of_rank: by ep rank, the number of its host.
+        node_of_rank: the number of the host of each ep rank.
         deep_ep: the package; None: import it.
     """
     try:
@@ -60,7 +60,7 @@ def why_unsupported(
 
 
 def why_shape_unsupported(shape: DeepEPShape, node_of_rank: Sequence[int], deep_ep: ModuleType) -> str | None:
-    """Return `why_unsupported` for any device."""
+    """Return the result of `why_unsupported` without the checks of the device."""
     api = offered_api(deep_ep, shape.api)
     names = CLASSES.values() if shape.api is None else [CLASSES[shape.api]]
     hidden_size, num_ranks = shape.hidden_size, shape.num_ranks
@@ -86,7 +86,7 @@ def why_shape_unsupported(shape: DeepEPShape, node_of_rank: Sequence[int], deep_
 
 
 def offered_api(deep_ep: ModuleType, wanted: DeepEPApi | None = None) -> DeepEPApi | None:
-    """Return the API to use, the newest one if none is wanted in particular; None if the package lacks it."""
+    """Return the API to use: `wanted`, or the newest if that is None. None if the package does not have the API."""
     offered = (api for api, class_name in CLASSES.items() if hasattr(deep_ep, class_name))
     return next((api for api in offered if wanted in (None, api)), None)
 
@@ -95,7 +95,7 @@ def import_deepep() -> ModuleType:
     """Import and return the package.
 
     Raises:
-        ImportError: it is missing or its own checks of libraries and drivers failed; the message is half a sentence.
+        ImportError: the package is missing, or its own checks of libraries and drivers failed. The message is a clause.
     """
     set_for_libraries(ENVIRONMENT)
     try:
