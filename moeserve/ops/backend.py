@@ -39,17 +39,17 @@ def allocate_weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 class Backend:
     """The implementations that a rank uses, and the properties of its device on which callers depend.
 
-    `select_backend` makes it once per rank. Constructors pass it to `make` of the operations that they need.
+    `select_backend` makes one backend per rank. Constructors pass the backend to `make` of the operations they need.
     """
 
-    names: tuple[str, ...]  # of implementations, the preferred ones first; the last one is "reference"
+    names: tuple[str, ...]  # names of implementations, preferred first; the last name is "reference"
     native: Any = None  # the module of the C++ kernels, if "cpu" is among the names
-    libraries: tuple[object, ...] = ()  # opened libraries, of whose names are implementations
+    libraries: tuple[object, ...] = ()  # opened libraries, which some of the named implementations use
     side_stream: SideStream = field(default_factory=InlineStream)
     make_step_graph: Callable[[int, int], StepGraph] | None = None  # (address, bytes of an Arena); None: no CPU graphs
-    packing: Any = None  # the `CpuPacking` for kernels that read weights in another order; None: they read open weights
+    packing: Any = None  # the `CpuPacking`, if kernels read packed weights; None: kernels read open weights
     allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor] = allocate_weights
-    # Results may be zeros inside this context.
+    # Returns a context in which results may be zeros, to measure memory.
     measure_memory_only: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     products_gather_rows: bool = False  # products accept a `Gather`, and never copy the counts to the host
@@ -61,11 +61,11 @@ class Backend:
     _noted: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def library(self, kind: type[Library]) -> Library:
-        """Return the opened library of a type."""
+        """Return the opened library of this type."""
         return next(each for each in self.libraries if isinstance(each, kind))
 
     def with_library(self, name: str, library: object) -> Backend:
-        """Return the backend with an opened library as the preferred implementation, under this name."""
+        """Return a backend with an opened library that prefers the implementations called `name`."""
         return replace(self, names=(name, *self.names), libraries=(*self.libraries, library))
 
     def note(self, message: str) -> None:
@@ -90,13 +90,13 @@ class Implementation(Generic[Shape, Operation]):
     """One implementation of an operation, for the backends that name it."""
 
     make: Callable[[Backend, Shape], Operation]
-    why_not: Callable[[Shape], str | None] = lambda shape: None  # why it cannot serve a shape, as a clause
+    why_not: Callable[[Shape], str | None] = lambda shape: None  # reason not to serve a shape, as a clause; None: serve
 
 
 def choose(table: Mapping[str, Implementation[Shape, Operation]], backend: Backend, shape: Shape) -> Operation:
-    """Return the operation by the first implementation of a table that the backend names and that serves the shape.
+    """Return the operation made by the first of the backend's implementations that is in the table and serves `shape`.
 
-    An implementation that the backend prefers but that cannot serve a shape is logged once.
+    If an implementation that comes earlier in `Backend.names` cannot serve the shape, the reason is logged once.
     """
     for name in backend.names:
         if name not in table:

@@ -1,4 +1,4 @@
-"""Libraries by others: importing them, and the reasons why one cannot be used."""
+"""The import of optional libraries, and the reasons why a library cannot be used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def import_library(name: str, package: str) -> ModuleType:
     """Import a module of a library that `pip install package` installs.
 
     Raises:
-        LibraryUnusable: it cannot be imported.
+        LibraryUnusable: the module cannot be imported.
     """
     try:
         return importlib.import_module(name)
@@ -29,10 +29,12 @@ def import_library(name: str, package: str) -> ModuleType:
 
 
 def missing_part(library: ModuleType, needs: Mapping[str, set[str]]) -> str | None:
-    """Return the first needed function that a library lacks, or argument as `function(argument=)`; None: it has all.
+    """Return the first needed function that a library lacks, or the first needed argument as `function(argument=)`.
+
+    None: nothing is missing.
 
     Args:
-        needs: the needed arguments of each function or class, which is named by its path in the library.
+        needs: the needed arguments of each needed function or class, by its path in the library.
     """
     for path, arguments in needs.items():
         part: Any = library

@@ -1,6 +1,6 @@
 """The choice of the fastest implementation of an operation on this GPU. Without measurements, our kernels run.
 
-`measured/` has one JSON file for each GPU, named after it, with the fastest implementation by class of shapes and
+`measured/` has one JSON file for each GPU, named after the GPU, with the fastest implementation by class of shapes and
 number of rows. The GPU benchmark measures, and `python -m moeserve.bench.gpu.page PATH --save` writes the file.
 """
 
@@ -41,7 +41,7 @@ def attention_key(shape: AttentionShape, kind: str) -> str:
 
 
 def measured_on(device: torch.device) -> dict[str, dict[int, str]]:
-    """Return the table of a GPU. For each key it maps numbers of rows to the fastest implementation."""
+    """Return the table of a GPU: for each key, the fastest implementation by number of rows."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"  # Triton's interpreter
     return load_table(MEASURED_FOLDER / file_name(name))
 
@@ -58,7 +58,7 @@ def fastest_of(of_rows: OfRows, num_rows: int) -> str:
 
 @dataclass(frozen=True)
 class FastestProduct:
-    """A `Product` that runs the implementation that was measured to be the fastest for the rows of each call."""
+    """A `Product` that runs the implementation that was measured to be the fastest for a call's number of rows."""
 
     products: Mapping[str, Product]
     of_rows: OfRows
@@ -69,7 +69,7 @@ class FastestProduct:
 
 @dataclass(frozen=True)
 class FastestGroupedProduct:
-    """A `GroupedProduct` that runs the implementation that was measured to be the fastest for the rows of each call."""
+    """A `GroupedProduct` that runs the implementation measured to be the fastest for a call's number of rows."""
 
     products: Mapping[str, GroupedProduct]
     of_rows: OfRows
@@ -95,7 +95,7 @@ def load_table(path: Path) -> dict[str, dict[int, str]]:
 
 
 def save_table(path: Path, measured: Iterable[tuple[str, int, str]]) -> None:
-    """Add measurements to a file, whose entries are sorted.
+    """Add measurements to a file, and sort the entries of the file.
 
     Args:
         measured: key, number of rows and fastest implementation of each measurement.

@@ -15,13 +15,13 @@ import torch
 from moeserve.config.facts import INSTALL_COMPILER
 from moeserve.errors import SettingsError
 
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs in plain torch
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # dtypes of activations in C++; float16 runs in plain torch
 
 _thread = threading.local()
 
 
 def missing_kernels() -> str:
-    """Return why there are no C++ kernels, and what to do, as the end of a sentence about them."""
+    """Return the reason why there are no C++ kernels, and what to do, as the end of a sentence about the kernels."""
     if importlib.util.find_spec("moeserve._cpu") is None:
         return f"were not built when moeserve was installed; {INSTALL_COMPILER}"
     return "support no instruction set of this processor"
@@ -59,7 +59,7 @@ def set_num_threads(num_threads: int) -> None:
 
 @contextlib.contextmanager
 def measure_memory_only() -> Iterator[None]:
-    """Skip this thread's products and attention, which take most of a large step's time; they return zeros."""
+    """Make this thread's products and attention return zeros at once: they take most of a large step's time."""
     _thread.is_measured = True
     try:
         yield

@@ -23,7 +23,7 @@ class Reading(Protocol):
 
 
 class HostReading:
-    """See `Reading`."""
+    """A `Reading` of tensors that are already on the host."""
 
     is_done = True
 
@@ -35,7 +35,7 @@ class HostReading:
 
 
 class GpuReading:
-    """See `Reading`."""
+    """A `Reading` of tensors on a GPU."""
 
     def __init__(self, tensors: Sequence[Tensor], pinned: Sequence[Tensor]) -> None:
         """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BFLOAT16_CAPABILITY = (8, 0)  # the first compute capability whose tensor cores multiply bfloat16
-FLOAT8_CAPABILITY = (8, 9)  # the first one whose tensor cores multiply E4M3
+FLOAT8_CAPABILITY = (8, 9)  # the first compute capability whose tensor cores multiply E4M3
 
 
 def _for_cpu(dtype: torch.dtype) -> Backend:
@@ -67,9 +67,9 @@ def select_backend(
     """Return the backend for a device. Called once per rank.
 
     Args:
-        dtype: of activations. On a CPU, plain torch runs if it is not one of `NATIVE_DTYPES`.
-        attention: on a GPU, the implementation of attention; "triton": our own kernels; "measured": the one that was
-            measured to be the fastest.
+        dtype: dtype of activations. On a CPU, plain torch runs for dtypes that are not in `NATIVE_DTYPES`.
+        attention: on a GPU, the implementation of attention; "triton": our own kernels; "measured": the implementation
+            that was measured to be the fastest.
         block_size: positions in a block of the KV cache; needed unless our own kernels are chosen.
         batch_invariant: return a batch-invariant backend, which is slower on a GPU. The config allows this only with
             our own kernels.

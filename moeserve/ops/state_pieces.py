@@ -1,4 +1,4 @@
-"""A loop over the chunks of a step that updates the state of each request."""
+"""A loop over the chunks of a step, which updates the state of each request."""
 
 from __future__ import annotations
 

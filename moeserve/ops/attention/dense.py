@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# C positions of a context, whose last ones are the rows; Q queries that share keys and values
+# C positions of a context, the last of which are the R rows; Q queries that share keys and values
 
 MAX_MASK_SIZE = 2**22  # maximum number of elements of a mask or of scores, rows times positions, in memory at a time
 
@@ -21,13 +21,13 @@ def attend_causally(
     sinks_N: Tensor | None = None,
     biases_RNE: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally from R rows, the last of C positions, to the keys and values of one context.
+    """Attend causally from R rows, which are the last of C positions, to the keys and values of one context.
 
     Args:
         query_RNH: query head n reads key-value head n // (N // G).
-        window: maximum number of positions that a row attends to, including its own; None: all up to its own. If
-            negative, positions are divided into chunks of -window, and a row attends to those of its own chunk.
-        sinks_N: float32, an additional score of each query head that has no value, [R, N] of each row, or None.
+        window: maximum number of positions that a row attends to, including its own; None: all positions up to its own.
+            If negative, positions are divided into chunks of -window, and a row attends only to its own chunk.
+        sinks_N: None, or an additional score without a value: [N] float32 for each query head, or [R, N] for each row.
         biases_RNE: added to the scores of positions by their distance, or None; see `AttentionBackend.attend`.
 
     Returns:
@@ -119,7 +119,7 @@ def attend_in_float32(
     Args:
         position_Q: position of each query.
         window: see `attend_causally`.
-        sinks_Q: float32, an additional score of each query that has no value, or None.
+        sinks_Q: float32, an additional score for each query, without a value; or None.
         biases_QE: added to the scores of positions by their distance, or None.
 
     Returns:

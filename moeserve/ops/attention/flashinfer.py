@@ -1,4 +1,4 @@
-"""Grouped-query attention with FlashInfer (https://docs.flashinfer.ai). Only this module imports its package.
+"""Grouped-query attention with FlashInfer (https://docs.flashinfer.ai). Only this module imports the package.
 
 - One row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". It reads block tables and lengths
   on the GPU, so a CUDA graph can capture it. FlashInfer's wrapper for decoding would need all lengths on the host at
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 StepKind = Literal["decode", "chunks"]  # "decode": one row in each chunk; "chunks": all other steps
 DTYPES = (torch.float16, torch.bfloat16)
-MAJOR_CAPABILITIES = (9, 10, 12)  # of the decoding kernel: flashinfer/xqa.py
-DECODE_BLOCK_SIZES = (16, 32, 64, 128)  # flashinfer/jit/xqa.py
-MAX_DECODE_HEAD_SIZE, DECODE_HEAD_MULTIPLE = 256, 16  # the same
+MAJOR_CAPABILITIES = (9, 10, 12)  # GPUs that the decoding kernel supports: flashinfer/xqa.py
+DECODE_BLOCK_SIZES = (16, 32, 64, 128)  # supported by the decoding kernel: flashinfer/jit/xqa.py
+MAX_DECODE_HEAD_SIZE, DECODE_HEAD_MULTIPLE = 256, 16  # supported by the decoding kernel: flashinfer/jit/xqa.py
 CHUNK_HEAD_SIZES = (64, 128, 256)
-DECODE_WORKSPACE = 2**27  # bytes, as its documentation recommends; must be zeros before the first use
+DECODE_WORKSPACE = 2**27  # bytes, as FlashInfer's documentation recommends; zeros before the first use
 CHUNK_WORKSPACE = 2**24  # bytes; little is needed because contexts are not split
 
 NEEDS = {
@@ -60,7 +60,7 @@ NEEDS = {
 
 
 def with_flashinfer(own: Backend, choice: AttentionChoice, device: torch.device, block_size: int) -> Backend:
-    """Return the backend, changed to compute attention with FlashInfer where FlashInfer supports it.
+    """Return the backend, changed to compute attention with FlashInfer where FlashInfer supports the layer.
 
     Args:
         choice: with "measured", the backend is returned unchanged unless FlashInfer can be used and was measured to be
@@ -132,8 +132,8 @@ class FlashInfer:
         """
         Args:
             block_size: number of positions in a block of the caches.
-            measured: measurements; the library serves only classes of steps for which it was mostly the fastest. None:
-                it serves all steps that it supports.
+            measured: measurements; FlashInfer serves only the kinds of steps for which it was mostly the fastest. None:
+                FlashInfer serves all steps that it supports.
         """
         self._flashinfer = flashinfer
         self._device = device
@@ -182,7 +182,7 @@ class FlashInfer:
         return None
 
     def make_attend(self, shape: AttentionShape, kind: StepKind) -> Attend:
-        """Return the function for steps of a supported kind. The one for "decode" can be captured in a CUDA graph."""
+        """Return the function for steps of a supported kind. A CUDA graph can capture the function for "decode"."""
         if kind == "decode":
             decode = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache
             return DecodeAttention(decode, shape, self._decode_workspace)

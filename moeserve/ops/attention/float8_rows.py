@@ -34,5 +34,5 @@ def encode_rows(rows_XH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_rows(code_XH: Tensor, scale_X: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the dequantised rows [X, H]."""
+    """Return the dequantised rows [X, H] in `dtype`."""
     return (code_XH.view(torch.float8_e4m3fn).float() * scale_X[..., None].float()).to(dtype)

@@ -18,14 +18,14 @@ class AttentionShape:
 
     num_heads: int
     num_kv_heads: int
-    head_size: int  # of queries and keys
+    head_size: int  # size of a query and of a key
     dtype: torch.dtype
     scale: float  # factor of the products of queries and keys
-    # Query heads of all tp ranks that read one key-value head. The order of sums depends on it. None: N / G.
-    whole_group_size: int | None = None
+    # Number of query heads of all tp ranks that read one key-value head. The order of sums depends on this number.
+    whole_group_size: int | None = None  # None: N / G
     value_size: int | None = None  # at most head_size; None: head_size
-    # Maximum number of positions that a token attends to, including its own; None: all up to its own. If negative,
-    # positions are divided into chunks of -window, and a token attends to those of its own chunk.
+    # Maximum number of positions that a token attends to, including its own; None: all positions up to its own. If
+    # negative, positions are divided into chunks of -window, and a token attends only to positions in its own chunk.
     window: int | None = None
     has_sinks: bool = False
 
@@ -34,7 +34,7 @@ class AttentionShape:
 class KeyValueCache:
     """Paged keys [num_blocks, G, block_size, H] and values [num_blocks, G, block_size, V] of one layer.
 
-    They have the model's dtype, or are uint8 codes with a scale for each token and head; see `float8_rows.py`.
+    Both have the model's dtype, or are uint8 codes with a scale for each token and head; see `float8_rows.py`.
     """
 
     keys: Tensor
@@ -43,7 +43,7 @@ class KeyValueCache:
     value_scales: Tensor | None = None
     # [rows, W - 1, channels]: the last inputs of a convolution of keys and values, see `StateRows`; None: there is none
     inputs: Tensor | None = None
-    group: int = field(default=0, kw_only=True)  # index of the cache group that its blocks belong to
+    group: int = field(default=0, kw_only=True)  # index of the cache group that the blocks belong to
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -95,11 +95,11 @@ class AttentionBackend(Protocol):
         get zeros.
 
         Args:
-            sinks_N: float32, an additional score of each query head that has no value (gpt-oss, arXiv 2508.10925):
-                each row is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)). Or [T, N], one of each token
-                (Inkling 2), not on GPUs.
-            biases_TNE: in the dtype of the queries: added to the scores of the positions at each distance before a
-                token's own, which is at distance 0 (Inkling). Positions at a distance of E or more have none.
+            sinks_N: float32, an additional score for each query head, without a value (gpt-oss, arXiv 2508.10925): each
+                row is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)). [T, N] has a score for each token
+                and head (Inkling 2), not on GPUs.
+            biases_TNE: in the dtype of the queries. Bias d of a token is added to the score of the position at distance
+                d before the token, where 0 is the token itself (Inkling). Distances of E or more get no bias.
 
         Returns:
             [T, N, V] in the dtype of the queries.

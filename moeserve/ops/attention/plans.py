@@ -49,7 +49,7 @@ class Plans(Generic[Wrapper, Plan]):
         self._turns: deque[Turn[Wrapper, Plan]] = deque()
 
     def of(self, step: StepInputs, plan: Callable[[Wrapper], Plan]) -> tuple[Wrapper, Plan]:
-        """Return the wrapper and the plan of a step, which is planned at its first layer.
+        """Return the wrapper and the plan of a step. The first layer of the step makes the plan.
 
         Args:
             plan: function that plans the step with a wrapper.

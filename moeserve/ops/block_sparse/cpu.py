@@ -2,7 +2,7 @@
 
 The blocks chosen for a row depend only on its request, not on the chunk, the batch or the number of threads. Pieces of
 the chosen blocks form a block table, in which each pair of an indexer's head and a key-value head of each row is a
-chunk by itself. So paged attention computes the rest.
+chunk by itself. Paged attention over this table computes the results.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Block-sparse attention (MiniMax-M3): each token attends to some blocks of its context, which an indexer chooses.
 
 A cache holds a small key for each position of a context. A token has a query q_h for each head h of the indexer. The
-score of a block of positions is, over the keys k of those that the token sees,
+score of a block for h is
 
-    max of q_h . k
+    max over k of q_h . k
 
-and the attention heads of h attend to the `top_k` blocks with the highest scores. The last `num_local` blocks up to
-that of the token are among them.
+where k are the keys of the block's positions up to the token. The attention heads that belong to h attend to the
+`top_k` blocks with the highest scores. The last `num_local` blocks, up to the token's own block, are always chosen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moeserve.step_inputs import StepInputs
 class BlockSparseShape:
     """One layer's part of block-sparse attention on one rank.
 
-    Query head i has the choice of the indexer's head i // (N / n). One of n and G divides the other.
+    Query head i reads the blocks that the indexer's head i // (N / n) chooses. Either n divides G, or G divides n.
     """
 
     attention: AttentionShape
@@ -37,7 +37,7 @@ class BlockSparseShape:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of an indexer's head and a key-value head that some query heads read."""
+        """Number of pairs of an indexer's head and a key-value head that share query heads."""
         return max(self.num_index_heads, self.attention.num_kv_heads)
 
 
@@ -45,7 +45,7 @@ class BlockSparseAttention(Protocol):
     """Block-sparse attention of one layer."""
 
     def write(self, key_TI: Tensor, index_keys: Tensor, step: StepInputs) -> None:
-        """Store the indexer's key of each token at `step.cache_slots`, unless that is -1.
+        """Store the indexer's key of each token at `step.cache_slots`. A token with slot -1 is not stored.
 
         Args:
             index_keys: [num_blocks, block_size, I]
@@ -55,9 +55,9 @@ class BlockSparseAttention(Protocol):
     def attend(
         self, query_TNH: Tensor, index_query_TnI: Tensor, cache: KeyValueCache, index_keys: Tensor, step: StepInputs
     ) -> Tensor:
-        """Return [T, N, V]: `AttentionBackend.attend` with the chosen blocks alone, which all caches already hold.
+        """Return the results [T, N, V] of `AttentionBackend.attend` over the chosen blocks only.
 
-        Scores are float32. Ties go to the lowest position.
+        The caches must already hold the tokens of the step. Scores are float32. Ties go to the lowest position.
 
         Args:
             query_TNH: contiguous.

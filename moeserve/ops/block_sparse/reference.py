@@ -49,7 +49,7 @@ class TorchBlockSparse:
         return out_TNV
 
     def _choose(self, index_query_RnI: Tensor, key_CI: Tensor) -> Tensor:
-        """Return a flag [R, n, C] for each position that each row and head attends to."""
+        """Return [R, n, C] bool: True where a row, for an indexer's head, attends to a position."""
         shape, num_rows, length = self._shape, len(index_query_RnI), len(key_CI)
         positions_C = torch.arange(length, device=key_CI.device)
         own_R11 = positions_C[length - num_rows :, None, None]

@@ -17,7 +17,7 @@ from moeserve.ops.indexer.interface import ChosenEntries
 from moeserve.ops.native import is_measured
 from moeserve.step_inputs import StepInputs
 
-NUM_KEPT = 64  # chunks of a captured step
+NUM_KEPT = 64  # maximum number of chunks of a captured step
 
 # I size of an indexer's key, m tokens of a window, L maximum number of vectors that a row attends to, X values and
 # gates of a token, Y = X / 2
@@ -125,7 +125,7 @@ class CpuCompressedAttention:
 
 
 def _drafts(step: StepInputs) -> Tensor | None:
-    """Return the number of drafts [S] of each chunk; None: there are none."""
+    """Return the number of drafts of each chunk, [S] int32; None: no chunk has drafts."""
     counts = [span.num_drafts for span in step.spans]
     if not any(counts):
         return None

@@ -1,10 +1,11 @@
 """Attention to a window of tokens and to compressed entries (DeepSeek-V4) as an operation: shapes, cache, protocol.
 
-Tokens are divided into windows of `ratio` at fixed positions. A window is compressed to one entry: for each channel,
-the values of its tokens weighted by the softmax of their gates. If windows overlap, a token has two series of values
-and gates: one for the entry of the next window, and one for the entry of its own window. A token attends to the last
-`window` tokens, and to the entries of all windows that end at or before its position or to those that an indexer
-chooses among them. The vectors of tokens and entries are both keys and values, shared by all heads.
+Tokens are divided into windows of `ratio` tokens at fixed positions. A window is compressed to one entry: for each
+channel, the sum of its tokens' values weighted by the softmax of their gates. If windows overlap, a token has two
+series of values and gates: one for the entry of the next window, and one for the entry of its own window. A token
+attends to the last `window` tokens, and to the entries of all windows that end at or before its position, or only to
+the entries that an indexer chooses among these. The vectors of tokens and entries are both keys and values, shared by
+all heads.
 
 The softmax of a window is computed token by token. Its running state, the *tail*, is kept for the last token of each
 block, so that a request can continue, and another request can reuse the prefix, after any full block.
@@ -49,16 +50,16 @@ class CompressedShape:
 
 @dataclass(frozen=True)
 class CompressedCache:
-    """The paged cache of one layer: vectors of tokens, which are needed within a window, and entries and tails."""
+    """The paged cache of one layer: vectors of tokens, which are needed only within a window, and entries and tails."""
 
-    # [V, H]: the vectors of tokens, block after block, followed by those of entries. They share one tensor, so that
-    # one list of indices can name both.
+    # [V, H]: the vectors of tokens, block after block, followed by the vectors of entries. Both share one tensor, so
+    # that one list of indices can name both.
     vectors: Tensor
     tokens: Tensor  # [num_window_blocks, B, H], a view of the first part of `vectors`
     entries: Tensor  # [num_blocks, E, H], a view of the other part
     # [num_blocks, series * 3 * H] float32: the tails after the last token of the block, first for the entry of the
-    # current window, then for the next one. Each has the largest gate, the sum of exponentials, and the weighted sum of
-    # values.
+    # current window, then for the next entry. Each tail has the largest gate, the sum of exponentials, and the weighted
+    # sum of values.
     tails: Tensor | None = None
     index_keys: Tensor | None = None  # [num_blocks, E, I]
     index_tails: Tensor | None = None  # [num_blocks, series * 3 * I] float32
@@ -132,7 +133,7 @@ class CompressedAttention(Protocol):
 
         Args:
             projected_TX: values of each series, then gates of each series; may be a view of a wider projection.
-            bias_mY: float32, added to the gates of the i-th token of a window; Y = X / 2.
+            bias_mY: float32; row i is added to the gates of the i-th token of a window; Y = X / 2.
 
         Returns:
             [T, Y / series] in the dtype of the projection; rows of other tokens have arbitrary finite values.

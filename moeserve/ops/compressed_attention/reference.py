@@ -133,7 +133,7 @@ class TorchCompressedAttention:
                     parts.append(first_entry + chosen.slots_TC[row, : int(chosen.counts_T[row])].long())
                 elif ratio is not None:
                     entry_C = torch.arange((position + 1) // ratio, device=device)
-                    index_C = ((entry_C + 1) * ratio - 1) // block_size  # of the block in which the window ends
+                    index_C = ((entry_C + 1) * ratio - 1) // block_size  # index of the block in which the window ends
                     in_block_C = entry_C - index_C * block_size // ratio
                     parts.append(first_entry + blocks[index_C].long() * cache.entries.shape[1] + in_block_C)
                 slots_L = torch.cat(parts)

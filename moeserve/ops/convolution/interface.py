@@ -30,11 +30,11 @@ class ConvolutionShape:
 
 @dataclass(frozen=True)
 class ConvolutionWeights:
-    """The weights of a convolution, both float32."""
+    """The weights of a convolution, all float32."""
 
     taps_WC: Tensor  # the last tap multiplies the current token
     bias_C: Tensor | None
-    scale_1: Tensor | None = None  # multiplies the outputs of a linear convolution (Inkling); None: they stay so
+    scale_1: Tensor | None = None  # multiplies the outputs of a linear convolution (Inkling); None: no factor
 
 
 class ShortConvolution(Protocol):
@@ -49,14 +49,15 @@ class ShortConvolution(Protocol):
         token_taps_TGW: Tensor | None = None,
         /,
     ) -> Tensor:
-        """Return [T, C], and update the states. The dtype is that of the input, without a gate or `is_linear` float32.
+        """Return the results [T, C], and update the states.
 
-        Output rows outside all chunks have arbitrary finite values.
+        The results of a gated or linear convolution have the dtype of the input, all others float32. Rows outside all
+        chunks have arbitrary finite values.
 
         Args:
             input_TX: [T, C], or [T, 3 * C] if gated: input gates, output gates, values. Rows may be strided.
             states: [rows, w, C] in the dtype of the input: the last inputs, the oldest first; see `StateRows`.
-            token_taps_TGW: in the dtype of the input; added to the taps of the channels of G groups. The first
-                multiplies the current token. Linear convolutions only; not on GPUs.
+            token_taps_TGW: in the dtype of the input; each token's numbers, which are added to the taps of each of G
+                groups of channels. The first number is for the current token. Linear convolutions only; not on GPUs.
         """
         ...

@@ -1,4 +1,4 @@
-"""The lightning indexer (DeepSeek-V3.2) as an operation: it chooses the entries of its context that a token attends to.
+"""The lightning indexer (DeepSeek-V3.2) as an operation: it chooses the entries of a context that a token attends to.
 
 A cache holds a small key for each entry of a context. An entry is one token, or represents several (DeepSeek-V4). A
 token has a query q_h and a weight w_h for each head h of the indexer. The score of an entry with key k is
@@ -28,7 +28,8 @@ class IndexerRule:
 
     top_k: int
     tokens_per_entry: int = 1  # a token at position p sees the first (p + 1) // tokens_per_entry entries
-    # A token attends to the tokens of the chosen entries, and to those up to itself that are in no entry yet (GLM-5.3).
+    # A token attends to the tokens of the chosen entries, and to the last tokens, itself included, that are in no entry
+    # yet (GLM-5.3).
     is_expanded: bool = False
 
 
@@ -36,18 +37,18 @@ class IndexerRule:
 class ChosenEntries:
     """The entries that each token attends to.
 
-    They form a block table with blocks of one entry, in which each token is a chunk by itself.
+    The entries form a block table with blocks of one entry, in which each token is a chunk by itself.
     """
 
-    # int32: block * block_size + offset of each entry, or of each token if entries are expanded, by position; arbitrary
-    # after the last
+    # int32: block * block_size + offset of each entry, or of each token if entries are expanded, ordered by position.
+    # Slots after the last are arbitrary.
     slots_TC: Tensor
     counts_T: Tensor  # int32: number of entries of each token
     starts: Tensor  # [T + 1] int32: 0, 1, 2, ..., the start of each token's chunk
 
     @classmethod
     def new(cls, query_TNH: Tensor, num_places: int) -> ChosenEntries:
-        """Return uninitialised entries for the tokens of `query_TNH`, at most `num_places` for each token."""
+        """Return uninitialised memory for the entries of the tokens of `query_TNH`, `num_places` slots per token."""
         num_tokens = len(query_TNH)
         sizes = (num_tokens, num_places), (num_tokens,), (num_tokens + 1,)
         return cls(*(new_empty(query_TNH, *size, dtype=torch.int32) for size in sizes))
@@ -57,7 +58,7 @@ class ChooseEntries(Protocol):
     """Choose the entries that each token of a step attends to."""
 
     def __call__(self, query_TNH: Tensor, weights_TN: Tensor, key_cache: Tensor, step: StepInputs, /) -> ChosenEntries:
-        """Return all entries that a token sees if there are at most `top_k`, otherwise those with the highest scores.
+        """Return, for each token, the `top_k` entries with the highest scores, or all if it sees at most `top_k`.
 
         Scores are float32. Ties go to the lowest position. Rows outside all chunks, or before position 0, get no
         entries.
@@ -72,7 +73,7 @@ class ChooseEntries(Protocol):
 
 
 def num_places(rule: IndexerRule, key_cache: Tensor, step: StepInputs) -> int:
-    """Return the maximum number of places for the choice of a token of the step."""
+    """Return the maximum number of slots that a token of the step can choose."""
     num_entries = step.block_table.shape[1] * key_cache.shape[1]
     if not rule.is_expanded:
         return min(rule.top_k, num_entries)

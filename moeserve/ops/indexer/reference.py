@@ -68,7 +68,7 @@ def score_entries(query_RNH: Tensor, weights_RN: Tensor, keys_EH: Tensor) -> Ten
 
 
 def _tokens_of(entries_K: Tensor, position: int, tokens_per_entry: int) -> Tensor:
-    """Return the positions of the tokens of some entries, and of those up to `position` that are in no entry yet."""
+    """Return the positions of the tokens of some entries, and of the tokens up to `position` that are in no entry."""
     of_entries = entries_K[:, None] * tokens_per_entry + torch.arange(tokens_per_entry, device=entries_K.device)
     first = (position + 1) // tokens_per_entry * tokens_per_entry
     return torch.cat([of_entries.flatten(), torch.arange(first, position + 1, device=entries_K.device)])

@@ -32,12 +32,12 @@ from moeserve.step_inputs import ChunkSpan, StepInputs
 # B blocks of all chunks, C positions
 
 DTYPES = (torch.float16, torch.bfloat16)
-LATENT_SIZES = (128, 256, 512)  # supported by its kernel for sm_90: flashinfer/mla
+LATENT_SIZES = (128, 256, 512)  # supported by FlashInfer's kernel for sm_90: flashinfer/mla
 ROTARY_MULTIPLE = 64  # required by the same kernel
 TILE_ROWS = 128  # pairs of row and head in a tile; a tile that ends inside a row may omit a position
 MAX_ABSORBED_ROWS = 8192  # rows of a step; a plan holds at most 16384 tiles of 128 heads and splits
 EXPANDED_SIZES = (192, 128)  # key and value size: is_fa3_prefill_head_dim_supported in flashinfer/utils.py
-WORKSPACE = 2**27  # bytes, as its documentation recommends
+WORKSPACE = 2**27  # bytes, as FlashInfer's documentation recommends
 MAX_EXPANDED_BYTES = 2**29  # maximum bytes of the keys and values of one piece of the prefixes
 MAX_PIECES = 16  # each piece has two wrappers of 16 MiB; steps with longer prefixes run on our kernels
 
@@ -63,15 +63,15 @@ Attend = TypeVar("Attend")
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """The facts that decide if the library supports a layer's latent attention.
+    """The facts that determine if FlashInfer supports a layer's latent attention.
 
     With absorbed weights, all heads share a key, whose unrotated part is also the value. With expanded keys and values,
-    each head has its own.
+    each head has its own key and value.
     """
 
     is_absorbed: bool
-    num_heads: int  # of this rank
-    key_size: int  # without the rotated part
+    num_heads: int  # number of heads of this rank
+    key_size: int  # size of a key without its rotated part
     rotary_size: int
     value_size: int
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class FlashInferLatent:
         self.expanded = functools.cache(functools.partial(self._choose, self.make_expanded))
 
     def attention(self, own: LatentAttentionBackend, shape: LatentShape) -> LatentAttentionBackend:
-        """Return the attention of a layer that `own` serves where the library cannot."""
+        """Return the attention of a layer. `own` serves the steps that FlashInfer cannot serve."""
         return FlashInferLatentAttention(own, self, shape)
 
     def _choose(self, make: Callable[[LatentProblem], Attend], problem: LatentProblem) -> Attend | None:
@@ -369,7 +369,7 @@ class ExpandedAttention:
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows that attend to one piece of the context, and its positions."""
+    """One piece of the context: its positions, and the rows that attend to them."""
 
     rows: slice  # among the rows of all planned chunks
     slots_C: Tensor  # int64, indices of the positions in the flattened cache
@@ -384,7 +384,7 @@ class ExpandedPlan:
 
 
 def _chunks(step: StepInputs, max_rows: int, *, is_long: bool) -> list[tuple[int, ChunkSpan]]:
-    """Return index and span of each chunk with more than `max_rows` rows if `is_long`, otherwise of the others."""
+    """Return index and span of each chunk with more than `max_rows` rows if `is_long`, else of each other chunk."""
     spans = enumerate(step.spans)
     return [(chunk, span) for chunk, span in spans if (min(span.num_rows, span.context_len) > max_rows) is is_long]
 

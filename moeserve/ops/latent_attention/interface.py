@@ -30,7 +30,7 @@ class ExpandLatents(Protocol):
 class LatentAttentionBackend(Protocol):
     """Multi-head latent attention (arXiv 2405.04434) of one layer, with absorbed key and value projections.
 
-    All heads read one vector [P] per position. It is the key, and its first L elements are the value. The cache
+    All heads read one vector [P] per position. The vector is the key, and its first L elements are the value. The cache
     [num_blocks, block_size, P] has the dtype of vectors and queries.
     """
 
@@ -58,7 +58,7 @@ class LatentAttentionBackend(Protocol):
 
         Args:
             max_rows: chunks with more rows get zeros. Must be None if `takes_all_rows`.
-            sinks_N: float32, an additional score of each query head that has no value, or None.
+            sinks_N: float32, an additional score for each query head, without a value; or None.
 
         Returns:
             [T, N, L] in the dtype of the queries: the values weighted by the softmax of the scaled scores. Rows outside
@@ -69,7 +69,7 @@ class LatentAttentionBackend(Protocol):
     def attend_chosen(
         self, query_TNP: Tensor, cache: Tensor, chosen: ChosenEntries, sinks_N: Tensor | None = None
     ) -> Tensor:
-        """Attend from each row to the vectors at its slots.
+        """Attend from each row to the vectors in the row's chosen slots.
 
         Returns:
             [T, N, L] in the dtype of the queries; zeros for rows without entries. If `takes_all_rows`, a row that

@@ -22,7 +22,7 @@ class TorchLatentAttention:
     def __init__(self, scale: float, latent_size: int, whole_num_heads: int, window: int | None = None) -> None:
         """
         Args:
-            whole_num_heads: query heads of all tp ranks. Unused, because torch decides the order of sums.
+            whole_num_heads: number of query heads of all tp ranks. Unused, because torch determines the order of sums.
         """
         self.scale = scale
         self.latent_size = latent_size

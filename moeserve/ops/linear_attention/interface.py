@@ -58,7 +58,7 @@ class LinearAttentionShape:
 
     @property
     def norm_heads(self) -> int:
-        """Number of heads normalised together: one with the delta rule, otherwise all that read the same key head."""
+        """Number of heads normalised together: 1 with the delta rule, otherwise all heads that read one key head."""
         return 1 if self.is_delta else self.num_heads // self.num_key_heads
 
 
@@ -92,7 +92,7 @@ class LinearAttention(Protocol):
 
         Args:
             mixed_TC: float32, contiguous: queries, keys and values.
-            gates_TX: this and the next two may be views of a wider projection.
+            gates_TX: this argument and the next two may be views of a wider projection.
             decays_TX: the inputs x of the decays, [T, N] or, with decays of each channel, [T, N * K].
             rates_TN: the logits of the rates b; None in a state space model.
             states: [rows, N, K, V] float32; see `StateRows`.

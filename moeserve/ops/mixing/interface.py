@@ -22,10 +22,10 @@ UNCHANGED = Affine()
 
 
 class Mixing(Protocol):
-    """The operations. Each row is computed by itself, in float32, and rounded once to the dtype of the inputs."""
+    """Operations on rows. Each row is computed by itself, in float32, and rounded once to the dtype of the inputs."""
 
     def add(self, a_TD: Tensor, of_a: Affine, b_TD: Tensor | None = None, of_b: Affine = UNCHANGED) -> Tensor:
-        """Return of_a(a) + of_b(b), or of_a(a) alone."""
+        """Return of_a(a) + of_b(b), [T, D]; without b, return of_a(a)."""
         ...
 
     def gelu(self, x_TD: Tensor) -> Tensor:
@@ -35,8 +35,9 @@ class Mixing(Protocol):
     def mix_heads(self, projected_TX: Tensor, convolved_TeH: Tensor, temperatures_G: Tensor) -> Tensor:
         """Return queries and keys [T, e, H] of compressed convolutional attention (arXiv 2510.04476).
 
-        Half the sum of a query and its group's key is added to the convolved query, and the mean of these halves over
-        the group to the convolved key. Both are scaled to the length sqrt(H), and keys by their temperature.
+        Half the sum of a query and its group's key is added to the convolved query. The mean of these halves over the
+        group is added to the convolved key. Both are scaled to the length sqrt(H), and a key is then multiplied by its
+        temperature.
 
         Args:
             projected_TX: queries and keys [T, e * H]; a view of a projection.
@@ -46,7 +47,7 @@ class Mixing(Protocol):
         ...
 
     def limit_lengths(self, heads_TNH: Tensor, limit: float, scale_NH: Tensor | None = None) -> Tensor:
-        """Return heads, times `scale_NH` (float32), of which longer ones are scaled down to the length `limit`.
+        """Return heads multiplied by `scale_NH` (float32), and scaled down to the length `limit` if they are longer.
 
         Args:
             heads_TNH: a view of a projection.
@@ -56,13 +57,14 @@ class Mixing(Protocol):
     def attend_sums(
         self, sums_TSD: Tensor, num_sums: int, update_TD: Tensor | None, *, begins: bool, queries_QD: Tensor | None
     ) -> Tensor | None:
-        """Add the update to the last of `num_sums`, and return the attention [T, Q, D] of the queries to all of them.
+        """Add the update to the last of the first `num_sums` sums, and attend from the queries to these sums.
 
-        Sums are divided by their root mean square, and are then both keys and values.
+        Return the results [T, Q, D], or None without queries. Sums are divided by their root mean square, and are then
+        both keys and values.
 
         Args:
             sums_TSD: changed in place.
-            begins: the update becomes the last sum instead.
+            begins: True: the update replaces the last sum.
             queries_QD: float32; None: there is no result.
         """
         ...

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from moeserve.ops.mixing.interface import UNCHANGED, Affine
 
-SMALLEST_LENGTH = 2.0**-23  # of a head before it is scaled
+SMALLEST_LENGTH = 2.0**-23  # minimum length of a head before the head is scaled
 ADDED_LENGTH = 1e-6
 SUM_EPSILON = 1e-6
 

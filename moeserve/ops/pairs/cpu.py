@@ -15,7 +15,7 @@ from moeserve.ops.pairs.reference import TorchPairs
 
 
 class CpuPairs:
-    """`PairKernels` in C++. Weighted sums with a result of another dtype run in plain torch."""
+    """`PairKernels` in C++. A weighted sum runs in plain torch if its result and its inputs differ in dtype."""
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native

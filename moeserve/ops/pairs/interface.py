@@ -15,9 +15,9 @@ from torch import Tensor
 class Keys:
     """The range of keys, such as expert numbers, by which pairs are sorted. Key -1 is padding."""
 
-    num_counted: int  # consecutive keys from `first` on; pairs with other keys are left out
+    num_counted: int  # number of consecutive keys from `first` on that count; pairs with other keys are left out
     first: int = 0
-    num_known: int | None = None  # number of all keys, which start at 0; None: the counted keys are the last ones
+    num_known: int | None = None  # number of all keys, which start at 0; None: the counted keys are the last keys
 
     @property
     def num_all(self) -> int:

@@ -20,7 +20,7 @@ class Kind(Generic[AnyProduct]):
     """The implementations of one kind of product."""
 
     table: dict[str, Implementation[OpenWeights, AnyProduct]]
-    of_packed: Callable[[ModuleType, PackedWeights], AnyProduct]  # with packed weights, by the C++ kernels
+    of_packed: Callable[[ModuleType, PackedWeights], AnyProduct]  # makes the product of packed weights in C++
 
     def make(self, backend: Backend, weights: OpenWeights) -> AnyProduct:
         """Return the product of open weights."""

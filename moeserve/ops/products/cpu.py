@@ -31,7 +31,7 @@ from moeserve.ops.rows.activations import kernel_arguments
 
 LARGE_PAGE_BYTES = 2**21
 MIN_LARGE_PAGES_BYTES = 2**22
-SHARED_BYTES = 2**25  # memory that smaller weights share
+SHARED_BYTES = 2**25  # size of the memory that smaller weights share
 NUM_READERS = 16  # threads that read experts; with fewer, some disks do not reach their rate
 
 
@@ -79,7 +79,7 @@ class CpuGroupedProduct:
         self._num_columns, self._keeps_float32 = packed.num_columns, packed.keeps_float32
 
     def new_output(self, rows_RI: Tensor, gather: Gather | None) -> Tensor:
-        """Return memory for the results."""
+        """Return memory for the results, [R, C]."""
         dtype = torch.float32 if self._keeps_float32 else rows_RI.dtype
         return new_empty(rows_RI, len(rows_RI if gather is None else gather.indices_R), self._num_columns, dtype=dtype)
 
@@ -102,7 +102,7 @@ class CpuGroupedProduct:
 
 
 class CpuExpertStore:
-    """The experts of all layers in a file, of which some are in memory: see csrc/host/expert_store.h.
+    """The experts of all layers, which are in a file. Some experts are in memory: see csrc/host/expert_store.h.
 
     Args:
         path: the file.
@@ -110,7 +110,7 @@ class CpuExpertStore:
 
     def __init__(self, native: ModuleType, path: str) -> None:
         self._native = native.ExpertStore(path, NUM_READERS)
-        self.num_slots: list[int] = []  # by layer: experts that are in memory at a time
+        self.num_slots: list[int] = []  # by layer: number of experts that are in memory at a time
 
     def add_layer(
         self,
@@ -123,7 +123,7 @@ class CpuExpertStore:
 
         Args:
             parts: offset, size in bytes and checksum of the weights of each expert, for gate_up and for down.
-            num_slots: experts that are in memory at a time.
+            num_slots: number of experts of the layer that are in memory at a time.
         """
         self._native.add_layer(*parts, num_slots)
         self.num_slots.append(num_slots)
@@ -131,7 +131,7 @@ class CpuExpertStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the experts that are in memory."""
+        """Size in bytes of the memory for experts."""
         return int(self._native.num_slot_bytes)
 
     @property
@@ -140,7 +140,7 @@ class CpuExpertStore:
         return bool(self._native.is_direct)
 
     def counters(self) -> list[tuple[int, int, int, int]]:
-        """Return for each layer the experts found in memory, those read, bytes read, and nanoseconds waited for."""
+        """Return for each layer the numbers of experts found in memory, experts read, bytes read, and ns waited."""
         counters: list[tuple[int, int, int, int]] = self._native.counters()
         return counters
 
@@ -157,13 +157,13 @@ class CpuExpertStore:
         return found
 
     def take_errors(self) -> list[str]:
-        """Return which experts could not be read since the last call, and why."""
+        """Return messages about experts that could not be read since the last call."""
         errors: list[str] = self._native.take_errors()
         return errors
 
 
 class CpuStoredExperts:
-    """The two products of a layer's experts, in turn, with weights that a store reads when rows need them.
+    """The two products of a layer's experts, one after the other. A store reads an expert when rows need it.
 
     Args:
         native: the kernels' `ExpertStore`.
@@ -174,7 +174,7 @@ class CpuStoredExperts:
         self._native, self._layer, self._gate_up, self._down = native, layer, gate_up, down
 
     def multiply(self, rows_RI: Tensor, groups: RowGroups, gather: Gather | None, out_RC: Tensor | None) -> Tensor:
-        """Return [R, C], the same bytes as those of one product after the other. See `GroupedProduct`.
+        """Return the results [R, C], with the same bytes as two `GroupedProduct` calls, one after the other.
 
         The rows of an expert that cannot be read are NaN.
         """
@@ -216,7 +216,7 @@ class CpuHeadProduct:
 
 
 def _parts_of(native: ModuleType, packed: PackedWeights) -> Iterator[tuple[int, PackedWeights]]:
-    """Yield the first output and the weights of each part that has a format of its own, or all weights."""
+    """Yield the parts of the outputs that have different formats: the first output and the weights of each part."""
     if len({rows.format for rows in packed.stored_rows}) < 2:
         yield 0, packed
         return
@@ -242,15 +242,15 @@ class CpuPacking:
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
-        self.stored_formats: frozenset[PackedFormat] = frozenset(native.stored_formats())  # keep a checkpoint's codes
-        self._shared_B = torch.empty(0, dtype=torch.uint8)  # the rest of the memory that small weights share
+        self.stored_formats: frozenset[PackedFormat] = frozenset(native.stored_formats())  # that keep stored codes
+        self._shared_B = torch.empty(0, dtype=torch.uint8)  # unused rest of the memory that small weights share
 
     def supports(self, weights: OpenWeights) -> bool:
         has_format = weights.weight_eOI.dtype in NATIVE_DTYPES or weights.is_mxfp4
         return has_format and weights.weight_eOI.numel() > 0
 
     def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
-        """Return the bytes of each packed weight."""
+        """Return the size in bytes of each packed weight."""
         num_outputs, num_inputs = weights.weight_eOI.shape[1], weights.num_inputs
         if weights.stored_rows:
             return self.num_stored_bytes(weights.stored_rows, num_inputs, weights.chunks)
@@ -258,17 +258,17 @@ class CpuPacking:
         return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts, chunk_inputs))
 
     def num_stored_bytes(self, rows: Iterable[StoredRows], num_inputs: int, chunks: InputChunks | None) -> int:
-        """Return the bytes of rows that keep a checkpoint's codes."""
+        """Return the size in bytes of rows that keep a checkpoint's codes."""
         size = None if chunks is None else chunks.size
         return sum(int(self._native.packed_bytes(each.format, each.num_rows, num_inputs, 1, size)) for each in rows)
 
     def pack_rows(
         self, weights: OpenWeights, packed_format: PackedFormat, panels_B: Tensor, row: int, rows_RI: Tensor
     ) -> None:
-        """Pack rows of one part of a weight, from `row` on, into the part's panels.
+        """Pack rows of one part of a weight into the part's panels.
 
         Args:
-            row: a multiple of PANEL_ROWS.
+            row: index of the first row within the part; a multiple of PANEL_ROWS.
         """
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
         panel_bytes = self._native.packed_bytes(packed_format, PANEL_ROWS, weights.num_inputs, 1, chunk_inputs)
@@ -277,10 +277,10 @@ class CpuPacking:
         self._native.pack_weight(packed_format, rows_RI, own_B, 1, chunk_inputs, None)
 
     def pack_stored(self, weights: OpenWeights, panels_B: Tensor, row: int, stored: StoredCodes) -> bool:
-        """Pack rows of one weight, from `row` on, into its panels. Return False if a scale is not finite.
+        """Pack stored rows of one weight into its panels. Return False if a scale is not finite.
 
         Args:
-            row: a multiple of PANEL_ROWS after the first row of its format.
+            row: index of the first row within the weight; a multiple of PANEL_ROWS after the first row of its format.
         """
         start, first = 0, 0
         for rows in weights.stored_rows:
@@ -306,7 +306,7 @@ class CpuPacking:
         )
 
     def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
-        """Return True if packed weights have the size and number format of the open ones."""
+        """Return True if packed weights have the size and number format of the open weights."""
         is_same_format = packed_format == str(weights.weight_eOI.dtype).removeprefix("torch.")
         return is_same_format and self.num_bytes(weights, packed_format) == weights.weight_eOI[0].nbytes
 

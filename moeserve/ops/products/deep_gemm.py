@@ -6,10 +6,10 @@ and rounds the results to bfloat16. Rows have a float32 scale for each 128 value
 - One weight: `fp8_gemm_nt`.
 - Slots: `m_grouped_fp8_gemm_nt_masked`, which reads the number of rows of each weight on the GPU.
 - Contiguous rows: `m_grouped_fp8_gemm_nt_contiguous`, where the rows of each weight begin at a multiple of an
-  alignment. Rows are padded to it while they are gathered, without copying the counts to the host.
+  alignment. Rows are padded to this alignment while they are gathered, without copying the counts to the host.
 
-It supports neither biases nor activations. A kernel of our own applies the activation afterwards, and also quantises
-the results if another FP8 product reads them.
+DeepGEMM supports neither biases nor activations. A kernel of our own applies the activation afterwards, and also
+quantises the results if another FP8 product reads them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from moeserve.ops.rows.triton import quantize_rows
 
 logger = logging.getLogger(__name__)
 
-MAJOR_CAPABILITY = 9  # on later GPUs it rounds scales to powers of two, and ours are not
+MAJOR_CAPABILITY = 9  # on later GPUs, DeepGEMM rounds scales to powers of two, which our scales are not
 BLOCK = 128  # values that share a scale, along rows and both dimensions of a weight
-OUTPUT_MULTIPLE = 64  # outputs of the weights in its own tests are multiples of this
+OUTPUT_MULTIPLE = 64  # numbers of outputs in DeepGEMM's own tests are multiples of this
 NEEDS = {
     "fp8_gemm_nt": {"a", "b", "d"},
     "m_grouped_fp8_gemm_nt_contiguous": {"a", "b", "d", "grouped_layout"},
@@ -53,8 +53,8 @@ class DeepGemm:
     """The opened library.
 
     Args:
-        measured: the fastest implementation by product and number of rows; products run where that is DeepGEMM. None:
-            all products run on it.
+        measured: the fastest implementation by product and number of rows. DeepGEMM runs only where it is the fastest.
+            None: DeepGEMM runs all products.
     """
 
     package: ModuleType
@@ -79,11 +79,11 @@ class DeepGemm:
 
 
 def with_deep_gemm(own: Backend, device: torch.device, dtype: torch.dtype, *, only_fastest: bool = False) -> Backend:
-    """Return the backend with products of 8-bit blocks with DeepGEMM, where it supports their shapes.
+    """Return the backend, changed to compute products of 8-bit blocks with DeepGEMM where it supports their shapes.
 
     Args:
-        only_fastest: use it only where it was measured to be the fastest on this GPU, and do not fail if it cannot be
-            used.
+        only_fastest: use DeepGEMM only where it was measured to be the fastest on this GPU, and return `own` instead of
+            raising an error if it cannot be used.
 
     Raises:
         SettingsError: DeepGEMM cannot be used on this machine.

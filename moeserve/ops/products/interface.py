@@ -18,7 +18,7 @@ class RowGroups(NamedTuple):
 
     counts_e: Tensor  # int64
     has_spare_rows: bool = False  # rows may follow whose results are undefined; otherwise all rows are counted
-    expected_rows: int | None = None  # estimate of the number of counted rows; None: all. It affects only speed
+    expected_rows: int | None = None  # estimate of the number of counted rows, for speed only; None: all rows
 
 
 class Gather(NamedTuple):
@@ -35,7 +35,7 @@ class InputChunks:
     Each chunk is summed separately, in float32, and the sums of the chunks are added in a tree, neighbours first. The
     total therefore does not depend on the number of ranks. A bias is added to the sum of the first chunk.
 
-    Only batch-invariant backends use chunks; the others add inputs in any order.
+    Only batch-invariant backends use chunks; other backends add inputs in any order.
     """
 
     size: int  # inputs per chunk; the last chunk may have fewer
@@ -43,8 +43,8 @@ class InputChunks:
 
 
 PackedFormat = str  # a name in the table of formats in csrc/cpu/weight_format.h
-STORED_GROUP = 32  # inputs at whose multiples formats that keep a checkpoint's codes can be cut
-PANEL_ROWS = 32  # outputs of a panel, at whose multiples rows can be packed one after another
+STORED_GROUP = 32  # inputs; formats that keep a checkpoint's codes can be cut at multiples of this number
+PANEL_ROWS = 32  # outputs of a panel; rows can be packed one after another if cut at multiples of this number
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StoredCodes(NamedTuple):
 
     codes_RB: Tensor  # uint8, rows contiguous
     scales_RG: Tensor | None = None  # scales that are not among the codes, one for each unit of inputs
-    first_input: int = 0  # inputs of the first block that are left out
+    first_input: int = 0  # number of inputs of the first block that are left out
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class OpenWeights:
     # [e, O, G] float16: a scale for each INT4_GROUP inputs. Weights that are integers times these scales, with fewer
     # than 16 distinct integers in a group, are packed as int4 without loss; no other weights are packed as int4.
     int4_scales_eOG: Tensor | None = None
-    stored_rows: tuple[StoredRows, ...] = ()  # the formats in which the weights stay as they are stored; empty: none
+    stored_rows: tuple[StoredRows, ...] = ()  # formats of rows that stay as stored; empty: none
 
     @property
     def is_mxfp4(self) -> bool:
@@ -133,7 +133,7 @@ class GroupedProduct(Protocol):
         ...
 
     def multiply_slots(self, slots_eSI: Any, groups: RowGroups) -> Any:
-        """Return [e, S, C]. The rows of a weight are in its first slots; results of other slots are undefined."""
+        """Return the results [e, S, C]. A weight's rows are in its first slots; other slots have undefined results."""
         ...
 
 
@@ -157,7 +157,7 @@ MXFP4_GROUP = 32  # inputs of weights in MXFP4 that share a scale
 class PackedWeights:
     """Weights packed in the order in which CPU kernels read them (csrc/cpu/weight_format.h)."""
 
-    format: PackedFormat  # of the first rows, if `stored_rows` lists several
+    format: PackedFormat  # format of all rows, or of the first rows if `stored_rows` lists several formats
     panels: Tensor  # [e, bytes] uint8
     num_outputs: int
     num_inputs: int

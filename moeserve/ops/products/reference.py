@@ -14,7 +14,7 @@ from moeserve.ops.products.interface import Gather, OpenWeights, RowGroups
 
 
 class TorchProduct:
-    """A `Product`. Kernels with `InputChunks` use it if this rank has none of the inputs."""
+    """A `Product` in plain torch. It also runs for `InputChunks` if this rank has none of the inputs."""
 
     def __init__(self, weights: OpenWeights) -> None:
         self.weights = weights
@@ -25,7 +25,7 @@ class TorchProduct:
 
 
 class TorchGroupedProduct:
-    """A `GroupedProduct`."""
+    """A `GroupedProduct` in plain torch."""
 
     def __init__(self, weights: OpenWeights) -> None:
         self.weights = weights
@@ -50,7 +50,7 @@ class TorchGroupedProduct:
 
 
 class TorchHeadProduct:
-    """A `HeadProduct`."""
+    """A `HeadProduct` in plain torch."""
 
     def __init__(self, weights: OpenWeights) -> None:
         self.weights = weights

@@ -1,8 +1,7 @@
 """Products of rows with weights in 8-bit blocks, computed by Triton kernels.
 
-Rows are quantised first, unless they already are.
-
-Each 128 numbers of a row have a scale. Results are quantised too if only another product of 8-bit blocks reads them.
+Rows are quantised first, unless they are quantised already, with a scale for each 128 numbers of a row. Results are
+quantised too if only another product of 8-bit blocks reads them.
 """
 
 from __future__ import annotations

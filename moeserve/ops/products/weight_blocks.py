@@ -22,7 +22,7 @@ QUANTIZED_AT_ONCE = 2 * 1024 * 1024
 
 
 def num_blocks(size: int) -> int:
-    """Return the number of blocks along a dimension. The last one may be partial."""
+    """Return the number of blocks along a dimension. The last block may be partial."""
     return -(-size // BLOCK)
 
 

@@ -9,12 +9,12 @@ from moeserve.ops.routing.reference import TorchRouter, choose_expert_copies
 
 
 def make(backend: Backend, config: RouterSpec) -> RouteTokens:
-    """Return the choice of experts by a rule."""
+    """Return the operation that chooses experts by the rule `config`."""
     return choose(TABLE, backend, config)
 
 
 def make_copies(backend: Backend) -> ChooseCopies:
-    """Return the choice among copies of experts."""
+    """Return the operation that chooses among copies of experts."""
     return choose(COPIES, backend, None)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.ops.routing.interface import ChooseCopies, RouterSpec
 
-# W copies of an expert at most
+# W maximum number of copies of an expert
 
 
 class CpuRouter:
@@ -39,7 +39,7 @@ class CpuRouter:
 
 
 def copies_by(native: ModuleType) -> ChooseCopies:
-    """Return the choice among copies of experts in C++."""
+    """Return the operation, in C++, that chooses among copies of experts."""
 
     def choose(experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int) -> Tensor:
         chosen_TK = torch.empty(experts_TK.shape, dtype=torch.int64)

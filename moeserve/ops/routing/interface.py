@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-# W copies of an expert at most
+# W maximum number of copies of an expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,12 @@ class RouterSpec:
     top_k: int
     # Scores are the softmax over all experts, the sigmoid of each logit, the square root of the softplus of each logit,
     # or the logits. In the last case, weights are computed from the chosen experts' logits: the softmax, the sigmoids,
-    # or for each expert the softmax over itself and those experts near it that were not chosen before it.
+    # or for each expert the softmax over itself and the experts near it that were not chosen before it.
     scoring: Literal[
         "softmax", "sigmoid", "sqrt_softplus", "softmax_of_chosen", "sigmoid_of_chosen", "sparse_mixer"
     ] = "softmax"
-    # For "sparse_mixer" (arXiv 2409.12136): an expert is near a better one if the difference of their logits is at most
-    # this fraction of the larger of the better logit and the absolute value of its own.
+    # For "sparse_mixer" (arXiv 2409.12136): an expert with logit a is near a better expert with logit b if b - a is at
+    # most this fraction of max(b, |a|).
     tolerance: float = 0.0
     # Experts form groups of equal size, and only experts of the best groups can be chosen (arXiv 2405.04434). A group
     # is rated by the sum of the scores of its best one or two experts.
@@ -36,7 +36,7 @@ class RouterSpec:
     num_chosen_groups: int = 1
     experts_rating_group: Literal[1, 2] = 1
     is_normalized: bool = False  # divide the weights by their sum
-    scale: float = 1.0  # multiply the weights by this at the end
+    scale: float = 1.0  # multiply the weights by this number at the end
     has_bias: bool = False  # add a bias to the logits
     has_correction: bool = False  # a learned number per expert that affects only the choice (arXiv 2412.19437)
     # Number of rows of a table that gives the experts of each token id; scores then only determine weights
@@ -68,7 +68,7 @@ class RouteTokens(Protocol):
         hidden_TD: any floating dtype.
         weight_ED: float32, like bias_E and correction_E.
         given_TK: the experts of each token, int64, if logits only determine weights.
-        factors_E: float32, multiply the weights.
+        factors_E: float32; multiply the weights of the experts.
         out_TK: int64, contiguous: memory for the experts, which are then returned in it. On CPUs only.
 
     Returns:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from moeserve.ops.routing.interface import RouterSpec
 
-# G groups of experts, e experts of a group, W copies of an expert at most
+# G groups of experts, e experts of a group, W maximum number of copies of an expert
 
 TINY = 1e-20  # avoids a division by zero where all weights are zero
 
@@ -59,7 +59,7 @@ class TorchRouter:
         return experts_TK, weights_TK if factors_E is None else weights_TK * factors_E[experts_TK]
 
     def _softmaxes_in_turn(self, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the softmax of each chosen expert among the experts near it that were not chosen before it."""
+        """Return [T, K]: each chosen expert's softmax over the experts near it that were not chosen before it."""
         left_TE, weights = logits_TE, []
         for expert_T1 in experts_TK.split(1, dim=-1):
             largest_T1 = logits_TE.gather(-1, expert_T1)
@@ -70,7 +70,7 @@ class TorchRouter:
         return torch.cat(weights, dim=-1)
 
     def _keep_best_groups(self, ranked_TE: Tensor) -> Tensor:
-        """Return the scores with those of experts outside the best groups set to minus infinity."""
+        """Return the scores [T, E], with minus infinity for experts outside the best groups."""
         config = self.config
         groups_TGe = ranked_TE.unflatten(-1, (config.num_groups, -1))
         ratings_TG = groups_TGe.topk(config.experts_rating_group, dim=-1).values.sum(dim=-1)

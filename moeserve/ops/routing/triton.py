@@ -17,7 +17,7 @@ from moeserve.triton_kernels.routing import MAX_WEIGHED_TOKENS, can_weigh, route
 class TritonRouter:
     """A `RouteTokens` in Triton. One kernel computes everything for few tokens, or everything except logits for many.
 
-    Its programs count arrivals in memory of this object, so calls must not overlap.
+    The kernel's programs count arrivals in memory of this object, so calls must not overlap.
     """
 
     def __init__(self, config: RouterSpec) -> None:

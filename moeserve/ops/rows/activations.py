@@ -11,9 +11,9 @@ from torch.nn import functional
 
 
 class Activation(Protocol):
-    """A function of gates and ups of one shape, or only of ups; see `num_parts_of`. It is a dataclass."""
+    """A dataclass that is a function of gates and ups of one shape, or only of ups; see `num_parts_of`."""
 
-    kernel_name: ClassVar[str]  # the name by which kernels know it; its fields are further arguments of kernels
+    kernel_name: ClassVar[str]  # the activation's name in kernels; other fields are further arguments of kernels
 
     def __call__(self, *parts: Any, **options: Any) -> Tensor: ...
 

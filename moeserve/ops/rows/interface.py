@@ -26,7 +26,7 @@ class ApplyRope(Protocol):
 
     Args:
         heads_TNH: may be overwritten; use only the result. May be a view of a projection.
-        out_TNH: memory for the result, which may be that of the heads; None: the implementation chooses.
+        out_TNH: memory for the result, which may be the memory of the heads; None: the implementation chooses.
 
     Returns:
         [T, N, H] in the dtype of the heads.
@@ -77,17 +77,17 @@ class RowOperations(NamedTuple):
     add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
     add_scaled: Callable[[Tensor, Tensor, Tensor], Tensor]  # (a_TD, b_TD, factor [1] float32) -> (a + b) * factor
     gate_rows: GateRows
-    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. The second one writes to x.
+    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. `_in_place` writes to x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
-    # (x_TD, weight_D, bias_D, epsilon) -> LayerNorm of x. The second one writes to x.
+    # (x_TD, weight_D, bias_D, epsilon) -> LayerNorm of x, [T, D]. `_in_place` writes to x.
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     layer_norm_in_place: Callable[[Tensor, Tensor, Tensor, float], None]
     # (x_TD, update_TD, weight_D, epsilon) -> x + update, and this sum normalised. Inputs are not modified.
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     apply_rope: ApplyRope
-    # Quantisation for products of weights in 8-bit blocks; None: they are not supported. Rows that are already in
-    # 8 bits are returned unchanged. The second function takes (x_TD, update_TD or None, weight_D, epsilon, True to keep
-    # the rows beside their codes), and returns the sum of x and the update, and this sum normalised and quantised.
+    # Quantisation for products of weights in 8-bit blocks; None: such products are not supported. `quantize` returns
+    # rows that are already in 8 bits unchanged. `quantize_rms_norm` takes (x_TD, update_TD or None, weight_D, epsilon,
+    # True to keep the rows beside their codes), and returns x + update, and this sum normalised and quantised.
     quantize: Callable[[Rows], Float8Rows] | None = None
     quantize_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float, bool], tuple[Tensor, Float8Rows]] | None = None

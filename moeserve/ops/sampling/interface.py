@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class ChooseTokens(Protocol):
-    """Choose the next token of each row: the most likely one at temperature 0, otherwise a random one.
+    """Choose the next token of each row: the most likely token at temperature 0, otherwise a random token.
 
     Tokens are ordered by probability, ties by id. `min_p`, then `top_k`, then `top_p` each keep a prefix of this order.
-    A random number selects a token by the cumulative probabilities of the kept ones. It comes from a counter-based
-    generator (Philox 4x64-10, Salmon et al. 2011), so it depends only on the seed and the number of previous output
-    tokens.
+    A random number selects a token by the cumulative probabilities of the kept tokens. A counter-based generator
+    (Philox 4x64-10, Salmon et al. 2011) makes the number, so the number depends only on the seed and the number of
+    previous output tokens.
 
     Args:
         scores_RV: any floating dtype; a token with minus infinity is never chosen if the row has another number.

@@ -20,7 +20,7 @@ from moeserve.step_inputs import SAMPLING_SETTINGS
 # W fields of SAMPLING_SETTINGS, K kept tokens
 
 Array = npt.NDArray[Any]
-# Draw a token from each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].
+# Return a token for each row of float32 scores [R, V], given settings [R] and random numbers in [0, 1), float64 [R].
 Draw = Callable[[Tensor, Array, Array], Tensor]
 # Maximum number of scores processed together in float32.
 FLOAT_PIECE_SIZE = 2**24
@@ -75,7 +75,7 @@ def _uniforms(seed: int, block: int) -> list[float]:
 
 
 def draw(scores_RV: Tensor, settings: Array, numbers: Array) -> Tensor:
-    """Draw one token of each row, see `Draw`."""
+    """Draw one token for each row, see `Draw`."""
     drawn = [_draw(*row) for row in zip(scores_RV, settings, numbers.tolist(), strict=True)]
     return torch.tensor(drawn, dtype=torch.int64, device=scores_RV.device)
 
@@ -111,7 +111,7 @@ def kept_tokens(
 def order_keys(scores_RV: Tensor) -> Tensor:
     """Return distinct integers that order tokens by (score descending, id ascending) when sorted descending.
 
-    The upper 32 bits of a key are the float32 score mapped to integer order; the lower ones are the negated id.
+    The upper 32 bits of a key are the float32 score mapped to integer order. The lower 32 bits are the negated id.
     """
     bits_RV = (scores_RV + 0.0).view(torch.int32)  # adding zero makes -0.0 equal to 0.0
     ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
@@ -124,7 +124,11 @@ def tokens_of(keys: Tensor) -> Tensor:
 
 
 def pieces(rows: Array, scores_RV: Tensor, *, in_float32: bool = False) -> Iterator[Array]:
-    """Yield the rows in pieces of bounded size, measured in float64 or float32 copies, but of at least one row."""
+    """Yield the row indices in pieces, which bound the size of copies of their scores. A piece has at least one row.
+
+    Args:
+        in_float32: the caller copies scores to float32, not to float64.
+    """
     size = FLOAT_PIECE_SIZE if in_float32 else DEVICES["cpu" if scores_RV.is_cpu else "cuda"].sampling_piece
     num_rows = max(1, size // scores_RV.shape[1])
     for first in range(0, len(rows), num_rows):

@@ -34,7 +34,7 @@ class SelectiveScanWeights:
 
 
 class SelectiveScan(Protocol):
-    """The scan of one layer: updates the states of requests, and reads an output of each token from them."""
+    """The scan of one layer: updates the states of requests, and reads each token's output from the states."""
 
     def __call__(
         self,
@@ -53,8 +53,9 @@ class SelectiveScan(Protocol):
         Output rows outside all chunks have arbitrary finite values.
 
         Args:
-            values_TC: the values x; these and the steps d are float32 and contiguous.
-            inputs_TN: the vectors B, float32; these and the next two may be views of a wider projection.
+            values_TC: the values x, float32, contiguous.
+            steps_TC: the step sizes d, float32, contiguous.
+            inputs_TN: the vectors B, float32; this argument and the next two may be views of a wider projection.
             outputs_TN: the vectors C, float32.
             states: [rows, C, N] float32; see `StateRows`.
         """
@@ -71,7 +72,7 @@ def torch_selective_scan(
     states: Tensor,
     step: StepInputs,
 ) -> Tensor:
-    """A `SelectiveScan`, token by token."""
+    """Compute a `SelectiveScan` in plain torch, token by token."""
     results_TC = torch.zeros_like(values_TC)
     steps_TC = functional.softplus(steps_TC)
     rates_CN = -weights.log_decay_CN.exp()

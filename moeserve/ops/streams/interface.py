@@ -1,9 +1,9 @@
 """Hyper-connections (arXiv 2409.19606) with DeepSeek-V4's constraints, as an operation.
 
 The residual consists of several streams. A token's coefficients are computed from linear functions of its streams,
-which are first scaled to unit mean square. They are the weights with which the streams are summed to the input of a
-sublayer, the weights with which its output is added to each stream, and a matrix that mixes the streams. Alternately
-dividing rows and columns by their sums makes the matrix doubly stochastic (Sinkhorn and Knopp).
+which are first scaled to unit mean square. The coefficients are the weights with which the streams are summed to the
+input of a sublayer, the weights with which the sublayer's output is added to each stream, and a matrix that mixes the
+streams. Alternately dividing rows and columns by their sums makes the matrix doubly stochastic (Sinkhorn and Knopp).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class StreamsSpec:
     num_streams: int
     num_iterations: int  # number of divisions by the sums of rows and columns; 0: no matrix mixes the streams (HY-V4)
     epsilon: float  # added to the weights of the input, to the entries of the matrix, and to its sums
-    output_factor: float = 2.0  # of the sigmoids that are the weights of the output
-    output_epsilon: float = 0.0  # added to these weights
+    output_factor: float = 2.0  # multiplies the sigmoids that are the weights of the output
+    output_epsilon: float = 0.0  # added to the weights of the output
 
     @property
     def num_kinds(self) -> int:
@@ -59,6 +59,6 @@ class StreamKernels(Protocol):
     def expand(self, streams_TX: Tensor, update_TD: Tensor, coefficients_TC: Tensor) -> Tensor:
         """Return the streams [T, X] after a sublayer with the outputs `update_TD`.
 
-        Stream k is weight_k * update + the sum over j of matrix_jk * stream j, or without a matrix + stream k.
+        New stream k is weight_k * update + (sum over j of matrix_jk * stream_j). Without a matrix, the sum is stream_k.
         """
         ...
