@@ -72,7 +72,7 @@ def connect(
         check_order: ranks compare descriptions of each collective before they begin it. Slow; for debugging.
         transport: the transport of CPU tensors.
         device: the CPU, or this rank's GPU, which no other rank uses and which is current in this thread. With a GPU,
-            the groups that layers use carry tensors on it as well.
+            the groups that layers use also carry tensors on the GPU.
 
     Raises:
         DistributedError: a rank did not connect; the message names all such ranks.
@@ -116,12 +116,12 @@ class _Connector:
     """
 
     rank: int
-    hosts: list[str]  # by rank
+    hosts: list[str]  # identity of each rank's host
     rank_store: RankStore
     address: str
     transport_name: TransportName
     device: torch.device
-    timeout_s: float  # of collectives
+    timeout_s: float  # time limit of each collective
     host_connections: dict[tuple[int, ...], shared_memory.SharedMemoryConnection | gloo.GlooConnection] = field(
         default_factory=dict
     )

@@ -197,7 +197,7 @@ class GroupCoordinator:
         return make()
 
     def begin_step(self, step: int) -> None:
-        """Set the step that errors and the order check name, and restart the operation indices of `seconds_waited`."""
+        """Set the step number for errors and the order check, and restart the operation indices of `seconds_waited`."""
         self.step = step
         if self._connection is not None:
             self._connection.transport.begin_step()

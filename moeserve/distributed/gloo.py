@@ -49,7 +49,7 @@ class GlooTransport(Transport):
         self._num_ranks = connection.process_group.size()
         self._rank = connection.process_group.rank()
         self._seconds_waited: list[float] = []  # by index of the operation within its step
-        self._num_begun = 0  # operations of this step
+        self._num_begun = 0  # number of operations begun in this step
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         copies = x.repeat(self._num_ranks, *[1] * (x.dim() - 1))
@@ -145,7 +145,7 @@ def receive(group: ProcessGroupGloo, x: Tensor, rank_in_group: int) -> Work:
 
 
 def cause_of(error: RuntimeError, timeout_s: float) -> str:
-    """Return the cause of an error of gloo, in words that a user understands."""
+    """Return the cause of a gloo error, in words that a user understands."""
     message = str(error)
     if "timed out" in message.lower() or "timeout" in message:
         return f"not all ranks joined within {timeout_s:g} s"

@@ -64,7 +64,7 @@ class Groups:
             group.begin_step(step)
 
     def set_layer(self, layer: int | None) -> None:
-        """Set the layer that error messages and progress records name; None outside of all layers."""
+        """Set the layer number for error messages and progress records; None outside of all layers."""
         if layer is not None:
             begin_layer(layer)
         for group in self.all:

@@ -36,8 +36,8 @@ class NcclTransport(Transport):
     **Waiting.** Only the current stream waits for a collective. The host never waits, because it knows all sizes.
 
     **CUDA graphs** can capture a collective, because it allocates only from torch's allocator. A collective of the same
-    kind and size must have run before, because the first one makes the connections. If a rank does not replay a graph,
-    the other ranks wait for it without a time limit.
+    kind and size must have run before, because the first collective makes the connections. If a rank does not replay a
+    graph, the other ranks wait for this rank without a time limit.
 
     **Sums.** NCCL chooses the order of additions by its algorithm, the size, and the wiring of the machine, and may
     round after each addition, so the last bits depend on all of these. The order does not matter where all terms but
@@ -109,7 +109,7 @@ class NcclTransport(Transport):
 
         Call this after the host has waited for the device, before the results are used.
         """
-        get_error = getattr(self._process_group, "get_error", None)  # only NCCL's process groups have it
+        get_error = getattr(self._process_group, "get_error", None)  # only NCCL's process groups have this method
         match "SUCCESS" if get_error is None else get_error().name:
             case "SUCCESS":
                 return
@@ -143,7 +143,7 @@ class NcclTransport(Transport):
             raise TransportError(f"NCCL returns wrong values here: {sums} instead of {[n + 1, n, n, n]}")
 
     def close(self) -> None:
-        """Abort the process group: NCCL's waiting kernels on this device end, and ranks waiting for this one fail."""
+        """Abort the process group: NCCL's waiting kernels on this device end, and ranks waiting for this rank fail."""
         process_group, self._process_group = self._process_group, None
         if self._small_all_reduce is not None:
             self._small_all_reduce.close()
@@ -206,7 +206,7 @@ def make_process_group(
 
 
 def cause_of(error: RuntimeError, timeout_s: float) -> str:
-    """Return the cause of an error of NCCL, in words that a user understands."""
+    """Return the cause of an NCCL error, in words that a user understands."""
     message = " ".join(str(error).split())
     lower = message.lower()
     if "timeout" in lower or "timed out" in lower:

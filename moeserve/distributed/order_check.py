@@ -31,13 +31,13 @@ class CollectiveCall:
 
     group: str
     operation: Operation
-    number: int  # index among the collectives of the group
+    number: int  # number of the collective within the group
     step: int = NO_STEP
     dtype: str = "uint8"
     shape: tuple[int, ...] = ()  # without the first dimension where it may differ between ranks
     sizes: tuple[int, ...] = ()  # rows of each rank, if ranks must agree on them; for a broadcast, the source
-    num_sent: int = 0  # rows from this rank to the other
-    num_expected: int = 0  # rows from the other rank to this one
+    num_sent: int = 0  # number of rows from this rank to the other rank
+    num_expected: int = 0  # number of rows from the other rank to this rank
 
     def matches(self, other: CollectiveCall) -> bool:
         """True if both calls join the same collective, and each rank sends as many rows as the other expects."""

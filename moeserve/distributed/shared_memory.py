@@ -1,4 +1,4 @@
-"""The transport between ranks of one host through memory that all of them map.
+"""The transport between ranks of one host through memory that all these ranks map.
 
 Each rank makes unnamed memory, shares the memory with the other ranks, and writes there the data that it sends. The
 protocol is described in csrc/host/shared_memory.h. Killed ranks leave nothing behind, and on Linux the size of /dev/shm
@@ -52,7 +52,7 @@ NAPS = False
 
 
 class WaitResult(IntEnum):
-    """The results of a wait in the C++ extension that are handled here."""
+    """The results of a wait in the C++ extension, as far as this file distinguishes them."""
 
     DONE = 0
     TIMEOUT = 2
@@ -127,7 +127,7 @@ class SharedMemoryConnection:
         self._in_use: dict[int, tuple[Tensor, Tensor]] = {}
 
     def waiter(self, operation: int, source: Tensor, target: Tensor, *, is_measured: bool) -> Callable[[], None]:
-        """Return a function that waits for an operation."""
+        """Return a function that waits for an operation, and raises TransportError if the operation fails."""
         self._in_use[operation] = source, target
 
         def wait() -> None:
@@ -256,7 +256,7 @@ class SharedMemoryTransport(Transport):
 
 
 def _make_memory(native: Any, num_ranks: int, sizes: dict[str, int]) -> int:
-    """Return the file descriptor of this rank's memory. Raises OSError if it cannot be made."""
+    """Make this rank's memory, and return its file descriptor. Raises OSError if the memory cannot be made."""
     if native is None:
         raise OSError("moeserve._cpu is not built")
     return make_memory_file(native.SharedMemory.num_bytes(num_ranks, **sizes))
@@ -264,5 +264,5 @@ def _make_memory(native: Any, num_ranks: int, sizes: dict[str, int]) -> int:
 
 @functools.cache
 def _native() -> Any:
-    """Return the C++ extension. None if it is not built."""
+    """Return the C++ extension. None if the extension is not built."""
     return None if importlib.util.find_spec("moeserve._cpu") is None else importlib.import_module("moeserve._cpu")

@@ -1,4 +1,4 @@
-"""The key-value store where ranks meet, and where each rank reports why it failed. Steps do not use it."""
+"""The key-value store where ranks meet, and where a failing rank reports the cause. Steps do not use the store."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class StoreConnection:
 
 
 class RendezvousStore(Store):
-    """A store of torch.distributed over a `StoreConnection`. All its keys begin with a prefix.
+    """A store of torch.distributed over a `StoreConnection`. All keys of a store begin with the same prefix.
 
-    Its methods have torch's names, because torch's libraries call them.
+    The methods have torch's names, because torch's libraries call them.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str = "") -> None:
@@ -116,9 +116,9 @@ class RendezvousStore(Store):
         return RendezvousStore(self._connection, f"{self._prefix}{name}/")
 
     def collect(self, folder: str, num_entries: int) -> dict[str, bytes]:
-        """Return all entries whose keys are `folder`, "/" and a name, once there are `num_entries` of them.
+        """Return all entries whose keys are `folder`, "/" and a name, once there are `num_entries` entries.
 
-        This takes one request, however many entries there are.
+        The call makes one request, however many entries there are.
         """
         entries = self._connection.request(Collect(self._prefix + folder, num_entries))
         return {f"{folder}/{name}": value for name, value in entries.items()}

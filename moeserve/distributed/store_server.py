@@ -101,7 +101,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class StoreServer:
-    """A store in a thread of this process. It stops when `close` is called or the object is deleted."""
+    """A store in a thread of this process. The thread ends when `close` is called or the object is deleted."""
 
     def __init__(self, listener: socket.socket, address: StoreAddress) -> None:
         self.address = address
@@ -171,7 +171,7 @@ class _Loop:
         self._folders: dict[str, dict[str, bytes]] = {}
         self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}  # by file descriptor
         self._ranks: dict[int, _Rank] = {}  # by file descriptor
-        self._waiting_for: dict[str, list[_Rank]] = {}  # by key, or by name from `_growth`: ranks that wait for it
+        self._waiting_for: dict[str, list[_Rank]] = {}  # ranks that wait, by key or name from `_growth`
         self._poll = select.poll()
         self._is_listening = True
 

@@ -2,9 +2,9 @@
 
 A decode step reduces a few rows in every layer, and most of that time is latency: NCCL passes data from rank to rank or
 through a tree, whereas here each GPU reads every other GPU once. This needs memory that all GPUs map, which torch calls
-symmetric (torch.distributed._symmetric_memory, not public yet). All ranks therefore test whether it works and adds
-correctly, and agree to use NCCL if it does not. It does not work with Ray, where each rank sees its own GPU as number
-0: torch refuses ranks whose GPUs have the same number.
+symmetric (torch.distributed._symmetric_memory, not public yet). All ranks therefore test whether symmetric memory works
+and adds correctly, and agree to use NCCL if it does not. Symmetric memory does not work with Ray, where each rank sees
+its own GPU as number 0: torch refuses ranks whose GPUs have the same number.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class OneShotAllReduce:
     """All-reduce over the ranks of a group. Calls must not overlap: use one stream, or streams that synchronise.
 
     Terms are added in rank order and in the tensors' dtype; bfloat16 is rounded after each addition. All ranks get the
-    same bytes. If a rank is missing, the GPUs of the others wait for ever: no timeout applies on the device.
+    same bytes. If a rank is missing, the GPUs of the other ranks wait for ever: no timeout applies on the device.
     """
 
     def __init__(self, library: TorchSymmetricMemory, name: str, memory: Tensor) -> None:

@@ -13,7 +13,8 @@ def as_torch_group(store: Store, rank_in_group: int, num_ranks: int, backend: An
     """Return a ProcessGroup of torch.distributed over a backend made by `nccl.make_process_group`.
 
     The group is in no global table. The backend is registered as the default backend, because a barrier puts its
-    tensors on the device of the default backend; without one they would be on the CPU, which NCCL does not support.
+    tensors on the device of the default backend. Without a default backend, these tensors would be on the CPU, which
+    NCCL does not support.
     """
     c10d = importlib.import_module("torch._C._distributed_c10d")
     group = c10d.ProcessGroup(store, rank_in_group, num_ranks)

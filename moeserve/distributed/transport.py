@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-# Sums of these dtypes accumulate in float32; sums of all others in their own dtype.
+# Sums of these dtypes accumulate in float32; sums of all other dtypes accumulate in their own dtype.
 ACCUMULATED_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,7 +42,7 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor: ...
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """Return memory that all ranks map. Raises TransportError if a rank does not answer in time."""
+        """Return [num_bytes] uint8 memory that all ranks map. Raises TransportError if a rank does not answer."""
         raise TransportUnavailable(f"{type(self).__name__} shares no memory")
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Restart the operation indices of `seconds_waited`. All ranks call it at the same point of the program."""
+        """Restart the operation indices of `seconds_waited`. All ranks call this at the same point of the program."""
         return
 
     def seconds_waited(self) -> list[float]:

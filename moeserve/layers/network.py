@@ -62,7 +62,7 @@ class Run:
 
 
 class NetworkPart(NamedTuple):
-    """A part of a network, for counts of parameters. It has `num_all` equal pieces; `num_active` compute each token."""
+    """A part of a network, for counts of parameters. Of its `num_all` equal pieces, `num_active` compute each token."""
 
     name: str
     module: nn.Module
@@ -157,14 +157,14 @@ class Network(nn.Module):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The items of earlier tokens that the network keeps, one for each of its rules."""
+        """The items of earlier tokens that the network keeps, one for each of the network's cache rules."""
         return ()
 
     def make_cache(self, places: Places) -> Any:
         return NoCache()
 
     def parts(self) -> Iterator[NetworkPart]:
-        """Yield the parts that counts of parameters name."""
+        """Yield the parts by which the network's parameters are counted."""
         yield NetworkPart("attention", self)
 
     def rows(self, at: At) -> Iterator[Row]:

@@ -31,7 +31,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides the slow frequencies by `factor`, keeps the fast ones, and blends in between (Llama 3.1 release).
+    """Divides slow frequencies by `factor`, keeps fast frequencies, and blends in between (Llama 3.1 release).
 
     A frequency is slow if its wavelength exceeds original_max_position_embeddings / low_freq_factor, and fast if its
     wavelength is below original_max_position_embeddings / high_freq_factor.
@@ -121,7 +121,7 @@ class PairScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): one scaling within the original context, another one beyond it.
+    """LongRoPE (arXiv 2402.13753): one scaling within the original context, and another scaling beyond it.
 
     As in vLLM, `max_model_len` chooses one of the two scalings for all requests. The authors' code changes to the long
     scaling when a request grows beyond the original context, and then reads keys that were rotated with either scaling.
@@ -152,7 +152,7 @@ Scaling: TypeAlias = (
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySpec:
-    """The rotated values of a head and their frequencies. The scalings are those of published checkpoints."""
+    """The rotated values of a head and their frequencies. Published checkpoints use all these scalings."""
 
     dim: int  # even number of values at the beginning of a head that are rotated
     theta: float
@@ -232,7 +232,7 @@ def constant_factor(dim: int, factor: float) -> RotarySpec:
 class TemperatureSpec:
     """The factor of a query at position p: 1 + weight * ln(1 + floor((p + offset) / length)) (arXiv 2501.19399).
 
-    If `is_power`, it is (1 + (p + offset) / length) ** weight (Beam), and if `is_continuous`, it is
+    If `is_power`, the factor is (1 + (p + offset) / length) ** weight (Beam). If `is_continuous`, the factor is
     1 + weight * ln(max(1, (p + offset) / length)) (Inkling). A temperature has the form of a rotation by an angle of
     zero, whose cosines are the factor.
     """

@@ -23,7 +23,7 @@ class StateCache:
 
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors of the layer's `cache_items`."""
+        """The tensors of each of the layer's `cache_items`."""
         return (self.tensors,)
 
     def clear(self) -> None:

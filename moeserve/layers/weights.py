@@ -67,8 +67,8 @@ class Weights(nn.Module, Generic[AnyProduct]):
     memory: nn.Parameter | None  # [e, O, I]; in MXFP4 [e, O, I / 2]
     scales: nn.Parameter | None  # [e, G, B] float32; in MXFP4 [e, O, I / MXFP4_GROUP] uint8
     panels: Tensor | None  # [e, bytes] uint8
-    int4_scales: Tensor | None  # from `keep_int4` until the weights are packed: see OpenWeights
-    product: AnyProduct  # from `allocate` on
+    int4_scales: Tensor | None  # exists from `keep_int4` until the weights are packed: see OpenWeights
+    product: AnyProduct  # exists from `allocate` on
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.int4_scales = None
         self.stored_rows: tuple[StoredRows, ...] = ()  # formats of rows that stay as stored; empty: none
         self.fills_panels = False
-        self.is_on_disk = False  # packed into a file, of which kernels read copies: see models/expert_store
+        self.is_on_disk = False  # packed into a file that kernels read in parts: see models/expert_store
 
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
@@ -236,13 +236,13 @@ class Weights(nn.Module, Generic[AnyProduct]):
 
     @property
     def packs(self) -> bool:
-        """True if there are kernels that read the weights packed."""
+        """True if there are kernels that read these weights in packed form."""
         packing = self._packing
         return self.memory is None or (packing is not None and packing.supports(self.open))
 
     @property
     def packed_format(self) -> PackedFormat | None:
-        """The format in which the weights are packed; None if they stay open."""
+        """The format in which the weights are packed; None if the weights stay open."""
         weights, quantization = self.open, self.context.quantization
         if not self.packs:
             return None

@@ -39,7 +39,7 @@ class BlockSparseSpec(NetworkSpec):
     index_size: int  # size of the indexer's queries and keys; the same values are rotated as in attention
     block_size: int  # positions in a block
     top_k: int  # number of blocks that a token attends to
-    num_local: int  # number of last blocks, a token's own included, that it always attends to; at most top_k
+    num_local: int  # number of last blocks, up to its own, that a token always attends to; at most top_k
 
     @property
     def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:
@@ -89,7 +89,7 @@ class BlockSparseCache:
 
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors of the layer's `cache_items`."""
+        """The tensors of each of the layer's `cache_items`."""
         return (self.tensors,)
 
     def clear(self) -> None:
@@ -126,7 +126,7 @@ class Indexer(nn.Module):
 
 
 class BlockSparse(OverTP):
-    """Attention of each token to some blocks of its request's tokens up to itself.
+    """Attention of each token to the tokens of its request up to itself, in the blocks that an indexer chooses.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """

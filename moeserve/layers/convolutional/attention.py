@@ -84,7 +84,7 @@ class ConvolvedCache:
 
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors of the layer's `cache_items`."""
+        """The tensors of each of the layer's `cache_items`."""
         return self.key_values.tensors, self.states
 
     def clear(self) -> None:
@@ -93,7 +93,7 @@ class ConvolvedCache:
 
 
 class ConvolutionalAttention(OverTP):
-    """Attention of each token to the tokens of its own request up to itself, or to the last `window` of them.
+    """Attention of each token to the tokens of its own request up to itself, or only to the last `window` tokens.
 
     Each tp rank has a share of the key-value heads with the query heads that read them. The convolution of a head is a
     sum over its taps. Each tap multiplies a matrix by the channels that were convolved for an earlier token. These

@@ -42,7 +42,7 @@ from moeserve.ops.rows.interface import plain_rows
 class ExpertAttentionSpec(NetworkSpec):
     """The shape of one layer. Query head k * num_kv_heads + g, of a token's expert k, reads key-value head g."""
 
-    router: RouterSpec  # its weights sum to one
+    router: RouterSpec  # the weights of a token's experts sum to one
     num_kv_heads: int
     head_dim: int
     rotary: RotarySpec
@@ -181,7 +181,10 @@ class ExpertAttention(Network):
         return self._exchanged(attended_TNH.view(num_tokens, num_heads, top_k, size), run).view_as(query_PQ)
 
     def _exchanged(self, heads_TXYH: Tensor, run: Run) -> Tensor:
-        """Return heads [T, X, Y, H] as contiguous [T, Y, X, H]. A rotation by zero copies them, as graphs allow."""
+        """Return heads [T, X, Y, H] as contiguous [T, Y, X, H].
+
+        A rotation by zero makes the copy, because graphs can capture the kernel for rotations.
+        """
         first, second = heads_TXYH.shape[1:3]
         out_TYXH = heads_TXYH.new_empty(len(heads_TXYH), second, first, heads_TXYH.shape[3])
         for x in range(first) if first < second else ():

@@ -43,7 +43,7 @@ class AttentionSpec(NetworkSpec):
     num_kv_heads: int
     head_dim: int  # size of a query and of a key
     rotary: RotarySpec
-    value_dim: int | None = None  # None: as large as a key
+    value_dim: int | None = None  # size of a value; None: the size of a key
     value_factor: float = 1.0  # multiplies values (MiMo-V2)
     values_are_keys: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
     normalizes_values: bool = False  # an RMSNorm without weights normalises the values of each head
@@ -139,7 +139,7 @@ class AttentionSpec(NetworkSpec):
 
 
 class Attention(OverTP):
-    """Attention of each token to the tokens of its own request up to itself, or to the last `window` of them.
+    """Attention of each token to the tokens of its own request up to itself, or only to the last `window` tokens.
 
     Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
@@ -235,7 +235,7 @@ class Attention(OverTP):
         if isinstance(fused, Linear) and fused.bias is not None:
             parts.append((fused.bias, None, "bias"))
         for memory, owner, kind in parts:
-            if at.has(f"qkv_proj.{kind}"):  # stored together
+            if at.has(f"qkv_proj.{kind}"):  # queries, keys and values are stored together
                 starts = 0, num_queries, num_queries + num_keys
                 for part, share, start in zip(
                     memory.split(self.projected_sizes), (queries, keys, values), starts, strict=True
@@ -297,9 +297,12 @@ class Attention(OverTP):
     def write(
         self, rows: Rows | tuple[Tensor, ...], run: Run, cache: KeyValueCache
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Write keys and values to the cache. Return the queries [T, N, H], and all projections (`projected_sizes`)."""
+        """Write keys and values to the cache. Return the queries [T, N, H], and all projections of the rows.
+
+        The widths of the projections are `projected_sizes`.
+        """
         step, rotations = run.step.of_group(cache.group), run.rotations
-        if isinstance(rows, tuple):  # gates read what queries read
+        if isinstance(rows, tuple):  # gates read the same rows as queries
             together = self.query_key_value((*rows, rows[0])[: len(self.projected_sizes)])
         else:
             together = self.query_key_value(rows)
@@ -357,7 +360,7 @@ def make_key_value_cache(
 
 
 class TokenNorm(nn.Module):
-    """RMSNorm over all heads of a token together (OLMoE), those of other tp ranks included."""
+    """RMSNorm over all heads of a token together (OLMoE), including the heads of other tp ranks."""
 
     def __init__(self, heads: slice, num_heads: int, head_dim: int, epsilon: float, context: BuildContext) -> None:
         """

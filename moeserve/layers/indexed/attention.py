@@ -91,7 +91,7 @@ class IndexedAttentionSpec(NetworkSpec):
 class IndexedCache:
     """The cache of one layer."""
 
-    pairs: KeyValueCache  # in blocks of one token, [num_blocks * B, G, 1, H], to which choices of the indexer refer
+    pairs: KeyValueCache  # keys and values in blocks of one token, which can be chosen: [num_blocks * B, G, 1, H]
     index_keys: Tensor  # [num_blocks, B / m, I]
     index_tails: Tensor  # [num_blocks, 3 * I] float32, the state of the window that a block's last token is in
 
@@ -104,7 +104,7 @@ class IndexedCache:
 
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors of the layer's `cache_items`."""
+        """The tensors of each of the layer's `cache_items`."""
         return (self.tensors,)
 
     def clear(self) -> None:

@@ -172,8 +172,8 @@ class LatentCache:
     """Normalised latent vectors and rotated keys of one layer in blocks, [num_blocks, block_size, P]."""
 
     latents: Tensor
-    index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key], or the keys of windows
-    index_tails: Tensor | None = None  # of pooled keys, see `PooledKeys`
+    index_keys: Tensor | None = None  # [num_blocks, block_size, size of an indexer's key]; or pooled, see `PooledKeys`
+    index_tails: Tensor | None = None  # states of unfinished pooled keys, see `PooledKeys`
     group: int = field(default=0, kw_only=True)  # index of the layer's cache group
 
     @property
@@ -184,7 +184,7 @@ class LatentCache:
 
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors of the layer's `cache_items`."""
+        """The tensors of each of the layer's `cache_items`."""
         return (self.tensors,)
 
     def clear(self) -> None:
@@ -319,7 +319,7 @@ class LatentAttention(OverTP):
 
     def partial_sum(self, hidden_TD: Rows, run: Run, cache: LatentCache) -> Tensor:
         config, step, rotations = self.config, run.step.of_group(cache.group), run.rotations
-        # The positions that tokens attend to: written by a layer with an indexer, read by a layer without.
+        # The positions that tokens attend to. Layers with an indexer write them, and layers without one read them.
         choice = run.shared(Choice) if config.is_sparse else None
         given_TD = hidden_TD
         if self._quantize is not None:  # once for both projections, unless the norm has quantised the rows
@@ -474,7 +474,7 @@ class CompressedQuery(nn.Module):
         self._join = pairs.make(context.backend).join
 
     def forward(self, hidden_TD: Rows) -> tuple[Rows, Tensor]:
-        """Return the normalised compressed queries, and the queries."""
+        """Return the normalised compressed queries [T, query_rank], and the queries [T, query_size]."""
         down_TI = self.down(hidden_TD)
         _, normed_TI = self.norm.after_adding(None, down_TI)
         return normed_TI, self.up(self._join(normed_TI, down_TI) if self.reads_both else normed_TI)

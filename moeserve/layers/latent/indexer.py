@@ -31,7 +31,7 @@ class IndexerSpec:
 
     num_heads: int
     key_dim: int
-    rotary: RotarySpec | None  # applied to the first elements of queries and keys; None: they are not rotated
+    rotary: RotarySpec | None  # applied to the first elements of queries and keys; None: no rotation
     rotates_last: bool = False  # `rotary` is applied to the last elements instead (HY-V4)
     norm_epsilon: float = NORM_EPSILON  # epsilon of the norm of keys
     reads_hidden: bool = False  # queries are projected from normalised hidden states (Mistral Large 4)
@@ -49,7 +49,7 @@ class IndexerSpec:
 class Choice:
     """The positions that the last layer with an indexer selected in a step, for later layers without an indexer."""
 
-    entries: ChosenEntries | None = None  # None: all
+    entries: ChosenEntries | None = None  # None: all positions
 
 
 class Indexer(nn.Module):
@@ -65,7 +65,8 @@ class Indexer(nn.Module):
     ) -> None:
         """
         Args:
-            query_rank: size of the compressed queries of attention. None: there are none, and hidden states are read.
+            query_rank: size of attention's compressed queries. None: attention does not compress queries, and the
+                indexer reads hidden states.
         """
         super().__init__()
         self.config = config

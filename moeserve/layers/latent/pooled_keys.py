@@ -17,7 +17,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class PooledKeys(nn.Module):
-    """Pools the keys of each window of tokens: for each channel, weighted by the softmax of the tokens' gates."""
+    """Pools the keys of each window of tokens to their mean, weighted for each channel by the softmax of gates."""
 
     def __init__(self, key_dim: int, num_tokens: int, context: BuildContext) -> None:
         """

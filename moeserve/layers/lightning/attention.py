@@ -74,7 +74,7 @@ class LightningAttention(OverTP):
         size = (self.heads.stop - self.heads.start) * config.head_dim
         share = share_inputs(config.num_heads * config.head_dim, num_input_chunks(config.can_divide), context)
         first = self.heads.start * config.head_dim
-        self.projected_sizes = [3 * size, size]  # queries, keys and values; gates
+        self.projected_sizes = [3 * size, size]  # queries, keys and values together; gates
         cuts = (first, size, 2 * size, 3 * size)
         self.input = Linear(hidden_size, 4 * size, context, limits=QuantizationLimits(cuts=cuts))
         # The SiLU of queries, keys and values in float32 is a convolution of one tap.

@@ -33,7 +33,7 @@ class MambaSpec(NetworkSpec):
     """The shape of one layer."""
 
     num_channels: int
-    state_size: int  # N
+    state_size: int  # number of values of a channel's state (N)
     rank: int  # rank of the two-step projection to step sizes (R)
     num_taps: int  # tokens that the convolution spans, the current one included
     norm_epsilon: float

@@ -1,4 +1,4 @@
-"""Shared experts, which compute every token. Every rank holds all of them."""
+"""Shared experts, which compute every token. Every rank holds all shared experts."""
 
 from __future__ import annotations
 

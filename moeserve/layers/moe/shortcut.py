@@ -56,7 +56,7 @@ class ShortcutEndSpec(FeedForwardSpec):
 
 
 class ShortcutStart(Network):
-    """The dense network; the experts run beside it."""
+    """The first dense network, and the experts, which read the same rows."""
 
     waits = True
 

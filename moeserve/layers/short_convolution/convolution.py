@@ -28,7 +28,7 @@ class ShortConvolutionSpec(NetworkSpec):
 
     num_channels: int
     num_taps: int  # tokens that the convolution spans, the current one included
-    has_bias: bool = False  # in both projections and in the convolution
+    has_bias: bool = False  # both projections and the convolution have biases
 
     @property
     def num_heads(self) -> int:

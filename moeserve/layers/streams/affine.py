@@ -1,4 +1,4 @@
-"""A residual stream to which networks are added by learned functions of each column (Zaya)."""
+"""A residual stream with learned functions of each column, applied when a network's output is added (Zaya)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AffineStream(PlainStream):
 
 
 class AffineResidual(Residual):
-    """A norm before the network, and the two functions behind it."""
+    """The place of a network with a norm before the network, and two functions after it."""
 
     def __init__(self, norm: nn.Module, build: Build) -> None:
         super().__init__(norm, None, build)

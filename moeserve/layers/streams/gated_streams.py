@@ -26,7 +26,7 @@ class GatedStreams(HyperStreams):
 
     num_iterations: int = 0
     epsilon: float = 0.0
-    rank: int  # R
+    rank: int  # size of the rows from which gates are projected (R)
 
     def connect(self, build: Build, form: RowsForm) -> GatedConnection:
         return GatedConnection(self, build)

@@ -29,7 +29,7 @@ class Place(nn.Module):
         raise NotImplementedError
 
     def leave(self, stream: Any, update_tD: Tensor) -> tuple[Any, Tensor | None]:
-        """Return the stream after the network, and the update that is still to be added; None: nothing is."""
+        """Return the stream after the network, and the update that is still to be added; None: no update is left."""
         raise NotImplementedError
 
     def close(self, stream: Any, update_tD: Tensor | None) -> Tensor:
@@ -107,7 +107,7 @@ class StreamSpec(Protocol):
         ...
 
     def last(self, build: Build) -> Place:
-        """Return the place after all networks. The rows that it returns are the model's hidden states."""
+        """Return the place after all networks, whose rows are the model's hidden states."""
         ...
 
     def start(self, hidden_tD: Tensor) -> Any:
@@ -167,7 +167,7 @@ class Residual(Place):
     def close(self, stream_tD: Tensor, update_tD: Tensor | None) -> Tensor:
         if update_tD is None:
             return stream_tD
-        closed_tD: Tensor = self._add(stream_tD, update_tD)  # the bytes of the addition in the next network's norm
+        closed_tD: Tensor = self._add(stream_tD, update_tD)  # same bytes as the addition in the next norm
         return closed_tD
 
     def rows(self, at: At, norm_name: str, output_norm_name: str) -> Iterator[Row]:

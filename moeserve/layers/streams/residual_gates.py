@@ -1,4 +1,4 @@
-"""A residual stream to which networks are added by a gate of each column (Muse Spark)."""
+"""A residual stream with a learned gate for each column, by which a network's output is added (Muse Spark)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLEST_SQUARE = 1e-3  # minimum of the square of the stream's factor
 
 @dataclass(frozen=True)
 class EmbeddingNorm:
-    """The norm before the first network, with a norm of the embedded tokens, without weights, before it."""
+    """The norm before the first network, whose inputs are embedded tokens normalised without weights."""
 
     def build(self, build: Build, form: RowsForm) -> NormAfterEmbedding:
         return NormAfterEmbedding(build.hidden_size, build.norm_epsilon, build.context, form, has_weight=False)
@@ -37,7 +37,7 @@ class WholeNorm(RMSNorm):
 
 @dataclass(frozen=True)
 class LastNorm:
-    """The norm behind all networks."""
+    """The norm after all networks."""
 
     def build(self, build: Build, form: RowsForm) -> WholeNorm:
         return WholeNorm(build.hidden_size, build.norm_epsilon, build.context, form)

@@ -1,7 +1,7 @@
 """Sums of the updates of blocks of layers, to which every network attends instead of reading one stream (Inkling 2).
 
 The embedded tokens are the first sum. The layers of a block add their updates to one sum; the first update of the next
-block begins a new one. Before a network, learned queries attend to all sums of a token (attention residuals).
+block begins a new sum. Before a network, learned queries attend to all sums of a token (attention residuals).
 """
 
 from __future__ import annotations

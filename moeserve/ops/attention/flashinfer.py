@@ -1,10 +1,10 @@
 """Grouped-query attention with FlashInfer (https://docs.flashinfer.ai). Only this module imports the package.
 
-- One row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". It reads block tables and lengths
-  on the GPU, so a CUDA graph can capture it. FlashInfer's wrapper for decoding would need all lengths on the host at
-  each replay.
-- Other steps, which are never captured: `BatchPrefillWithPagedKVCacheWrapper`. It needs a plan of each step, made on
-  the host. The first layer of a step makes the plan, and the other layers of the same shape reuse it.
+- One row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". The kernel reads block tables and
+  lengths on the GPU, so a CUDA graph can capture it. FlashInfer's wrapper for decoding would need all lengths on the
+  host at each replay.
+- Other steps, which are never captured: `BatchPrefillWithPagedKVCacheWrapper`. The wrapper needs a plan of each step,
+  made on the host. The first layer of a step makes the plan, and the other layers of the same shape reuse the plan.
 
 The decoding kernel multiplies the values behind the end of a context, in its last block, by zero. Caches must therefore
 hold finite numbers there.
@@ -193,7 +193,7 @@ class FlashInfer:
 
 
 class FlashInferAttention:
-    """An `AttentionBackend` that writes to the cache with our kernels. It has one function for each kind of step."""
+    """An `AttentionBackend` with one function for each kind of step. Our kernels write to the cache."""
 
     def __init__(self, own: AttentionBackend, decode: Attend, chunks: Attend) -> None:
         self.own = own

@@ -47,14 +47,14 @@ class KeyValueCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of blocks. Their first dimension is the block, the second the head."""
+        """All tensors that consist of blocks. The first dimension is the block, the second the head."""
         if self.key_scales is None or self.value_scales is None:
             return self.keys, self.values
         return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
     def tensors_of_items(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors of the layer's `cache_items`."""
+        """The tensors of each of the layer's `cache_items`."""
         return (self.tensors,) if self.inputs is None else (self.tensors, (self.inputs,))
 
     def clear(self) -> None:

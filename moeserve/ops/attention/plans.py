@@ -17,7 +17,7 @@ NUM_TURNS = 2  # the step that runs, and the step that is being prepared
 
 
 def started_copies(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event after the copies queued so far on the current stream, or None if the device has no streams."""
+    """Return an event that follows the copies queued on the current stream; None if the device has no streams."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()

@@ -76,8 +76,8 @@ class TorchAttention:
     ) -> Tensor:
         num_rows, block_size = query_RNH.shape[0], cache.keys.shape[2]
         start = span.context_len - num_rows
-        # With chunked attention `first` is a multiple of the chunk size, so counting positions from its block on
-        # does not change the chunks.
+        # With chunked attention, `first` is a multiple of the chunk size, so counting positions from `first` does not
+        # change the chunks.
         first = 0 if self.window is None else first_visible(start, self.window)
         first_block = first // block_size
         block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]

@@ -56,7 +56,7 @@ class CompressedCache:
     # that one list of indices can name both.
     vectors: Tensor
     tokens: Tensor  # [num_window_blocks, B, H], a view of the first part of `vectors`
-    entries: Tensor  # [num_blocks, E, H], a view of the other part
+    entries: Tensor  # [num_blocks, E, H], a view of the second part of `vectors`
     # [num_blocks, series * 3 * H] float32: the tails after the last token of the block, first for the entry of the
     # current window, then for the next entry. Each tail has the largest gate, the sum of exponentials, and the weighted
     # sum of values.

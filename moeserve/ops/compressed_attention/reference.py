@@ -44,7 +44,7 @@ class TorchCompressedAttention:
                 offset = position % ratio
                 if offset == 0:  # the tail of the previous window becomes the start of this window's entry
                     tail_s3H = torch.cat([tail_s3H[1:], empty_s3H[:1]])
-                # The series of the current window is the last of the projection and the first of the tail.
+                # The series for the current window comes last in the projection and first in the tail.
                 gates_sH, values_sH = (gate_TsH[row] + bias_msH[offset]).flip(0), value_TsH[row].flip(0)
                 tail_s3H = _added(tail_s3H, gates_sH, values_sH)
                 if offset == ratio - 1:

@@ -1,7 +1,7 @@
 """Latent attention with FlashInfer: its MLA kernel if weights are absorbed, its ragged prefill if keys are expanded.
 
-- Absorbed: `BatchMLAPagedAttentionWrapper` over the paged cache. It splits contexts by the lengths of the whole step,
-  so a request's last bits depend on its batch.
+- Absorbed: `BatchMLAPagedAttentionWrapper` over the paged cache. The wrapper splits contexts by the lengths of the
+  whole step, so the last bits of a request's results depend on the batch.
 - Expanded: `BatchPrefillWithRaggedKVCacheWrapper` attends from the chunks to themselves, then to their prefixes, piece
   by piece; `merge_state_in_place` merges each piece into the result by its log-sum-exp.
 
@@ -79,7 +79,7 @@ class LatentProblem:
 
 
 class FlashInferLatent:
-    """The opened library. Layers share the workspace, because they run one after another.
+    """The opened FlashInfer library. Layers share the workspace, because layers run one after another.
 
     The head sizes of a layer are known only at its first call. Layers of one shape share a function and its plan.
     """
@@ -141,7 +141,7 @@ class FlashInferLatent:
 
 
 class FlashInferLatentAttention:
-    """A `LatentAttentionBackend`. Steps with padding, as in CUDA graphs, run on our kernels."""
+    """A `LatentAttentionBackend` with FlashInfer. Steps with padding, as in CUDA graphs, run on our kernels."""
 
     takes_all_rows = False
 

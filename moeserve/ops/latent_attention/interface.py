@@ -18,7 +18,7 @@ class LatentShape(NamedTuple):
     scale: float  # factor of the products of queries and keys
     latent_size: int  # L
     whole_num_heads: int  # query heads of all tp ranks; the order of sums depends on it
-    window: int | None = None  # maximum number of positions that a row attends to; None: all
+    window: int | None = None  # maximum number of positions that a row attends to; None: no limit
 
 
 class ExpandLatents(Protocol):

@@ -30,7 +30,7 @@ class LightningAttention(Protocol):
         Output rows outside all chunks, and of chunks that store no state, have arbitrary finite values.
 
         Args:
-            mixed_TC: float32, contiguous: the queries of all heads, their keys, and their values.
+            mixed_TC: float32, contiguous: the queries of all heads, then all keys, then all values.
             log_decay_N: float32.
             states: [rows, N, V, V] float32; see `StateRows`.
         """

@@ -85,7 +85,7 @@ class TorchLinearAttention:
         return rearrange(out_RNV, "R N V -> R (N V)"), state_NKV
 
     def _gated(self, out_RX: Tensor, gates_RX: Tensor, norm: Tensor) -> Tensor:
-        """Return the outputs after applying norm and gate in the order of the rule."""
+        """Return the outputs [R, X] after norm and gate. The norm comes first with the delta rule, else the gate."""
         shape = self.shape
         gate_RX = functional.silu(gates_RX) if shape.gate == "silu" else gates_RX.sigmoid()
         if not shape.is_delta:

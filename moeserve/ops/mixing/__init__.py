@@ -9,7 +9,7 @@ from moeserve.ops.mixing.reference import TorchMixing
 
 
 def make(backend: Backend) -> Mixing:
-    """Return the operations."""
+    """Return the mixing operations of a backend."""
     return choose(TABLE, backend, None)
 
 

@@ -149,7 +149,7 @@ class CpuExpertStore:
         return list(map(sum, zip(*self.counters(), strict=True)))
 
     def record(self, *, is_on: bool) -> list[tuple[int, list[int]]]:
-        """Start or stop to record which experts layers need. Return the recorded layers, each with its experts."""
+        """Start or stop recording which experts layers need. Return the recorded layers, each with its experts."""
         numbers, found = iter(self._native.record(is_on)), []
         for layer in numbers:
             size = next(numbers)
@@ -242,7 +242,7 @@ class CpuPacking:
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
-        self.stored_formats: frozenset[PackedFormat] = frozenset(native.stored_formats())  # that keep stored codes
+        self.stored_formats: frozenset[PackedFormat] = frozenset(native.stored_formats())  # formats that keep codes
         self._shared_B = torch.empty(0, dtype=torch.uint8)  # unused rest of the memory that small weights share
 
     def supports(self, weights: OpenWeights) -> bool:

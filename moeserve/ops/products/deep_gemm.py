@@ -1,7 +1,8 @@
 """Products of weights in 8-bit blocks with DeepGEMM (https://github.com/deepseek-ai/DeepGEMM).
 
-No other module imports the package `deep_gemm`, which `pip install sgl-deep-gemm` installs. It multiplies E4M3 codes
-and rounds the results to bfloat16. Rows have a float32 scale for each 128 values, weights for each block of 128 x 128:
+No other module imports the package `deep_gemm`, which `pip install sgl-deep-gemm` installs. DeepGEMM multiplies E4M3
+codes and rounds the results to bfloat16. Rows have a float32 scale for each 128 values; weights have a float32 scale
+for each block of 128 x 128:
 
 - One weight: `fp8_gemm_nt`.
 - Slots: `m_grouped_fp8_gemm_nt_masked`, which reads the number of rows of each weight on the GPU.
@@ -50,7 +51,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class DeepGemm:
-    """The opened library.
+    """The opened DeepGEMM library.
 
     Args:
         measured: the fastest implementation by product and number of rows. DeepGEMM runs only where it is the fastest.

@@ -91,7 +91,7 @@ def _draw(scores_V: Tensor, settings: Any, number: float) -> int:
 def kept_tokens(
     scores_V: Tensor, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> tuple[Tensor, npt.NDArray[np.float64]]:
-    """Return the tokens from which one is drawn, the most likely first, and their cumulative probabilities [K].
+    """Return the tokens [K] from which a token is drawn, most likely first, and their cumulative probabilities [K].
 
     The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
     """

@@ -9,7 +9,8 @@ are combined in one of two forms:
   with zeros for pairs that other ranks compute, and the token's rank adds the outputs in top-k order.
 
 With tensor-parallel experts, all steps count as small, and every rank computes all pairs. Rows of pairs are
-then partial sums in float32, which the ranks add in the tree of `InputChunks` to the bytes of a whole expert's outputs.
+then partial sums in float32. The ranks add them in the tree of `InputChunks`, so that the results have the same bytes
+as the outputs of whole experts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from moeserve.step_inputs import StepInputs
 ROW_ALIGNMENT = 32  # bytes: GPU kernels read aligned rows faster
 
 
-# Limits of small steps in the two forms. Sending more than 64 MiB takes longer than a graph saves: 0.2 ms at 300 GB/s,
-# in which Python launches a layer. With rows of pairs, all rows are sent; with sums, one row for a token's 8 pairs.
+# Limits of small steps in the two forms. A graph saves the 0.2 ms in which Python launches a layer. 64 MiB are sent in
+# this time at 300 GB/s. Rows of pairs are all sent. Sums of ranks send one row for the 8 pairs of a token.
 ROWS_OF_PAIRS = StepLimits(eager=2**19, captured=2**26)
 SUMS_OF_RANKS = StepLimits(eager=2**26, captured=2**29)
 ALL_STEPS = StepLimits(eager=sys.maxsize, captured=sys.maxsize)

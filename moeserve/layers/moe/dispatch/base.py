@@ -92,7 +92,7 @@ def pack(
     Args:
         expected_rows: estimate of the number of rows that count, if spare rows with pair -1 follow; None: no spare
             rows follow.
-        gathers_late: expert kernels gather rows as they read rows; see `Backend.products_gather_rows`.
+        gathers_late: True: expert kernels gather the rows themselves; see `Backend.products_gather_rows`.
     """
     groups = RowGroups(counts_e, expected_rows is not None, expected_rows)
     if gathers_late:
@@ -144,7 +144,7 @@ class Dispatcher(Protocol):
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        """True if a CUDA graph can capture a padded step of this size and saves time. The same on all ranks.
+        """True if a CUDA graph can capture a padded step of this size and saves time. All ranks get the same result.
 
         Args:
             bytes_per_token: bytes of the rows of one token, which has one row for each chosen expert.

@@ -97,7 +97,7 @@ class TorchDispatchers:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchShape:
-    """The tensors that all layers of a model send; the same on all ranks."""
+    """The shapes of the tensors that all layers of a model send, the same on all ranks."""
 
     hidden_size: int
     top_k: int

@@ -31,8 +31,8 @@ class SharedRows:
     Layers use the same rows one after another. The two halves of a step use different rows.
     """
 
-    hidden_ND: Tensor  # rank by rank
-    output_PD: Tensor  # sorted by slot, rank by rank, then by pair
+    hidden_ND: Tensor  # hidden states of all ranks' tokens, rank by rank
+    output_PD: Tensor  # outputs of all ranks' pairs, rank by rank, sorted by slot and then by pair
 
     @property
     def row_bytes(self) -> int:

@@ -72,7 +72,7 @@ def eplb(
     global policy, nodes and groups are ignored. As in the original, a rank may get two copies of an expert.
 
     Args:
-        loads: by logical expert. If all are zero, experts count as equally loaded.
+        loads: the load of each logical expert. If all loads are zero, experts count as equally loaded.
         num_ranks: number of ranks of the ep group.
         num_slots: number of slots of all ranks together.
         num_nodes: number of nodes, each of equally many consecutive ranks.
@@ -110,7 +110,7 @@ def _place(
     """Return the placement in which each node replicates its experts and packs the copies on its ranks.
 
     Args:
-        num_slots: by rank.
+        num_slots: number of slots of each rank.
     """
     ranks: list[tuple[int, ...]] = []
     for node, experts in enumerate(experts_of_node):
@@ -147,7 +147,7 @@ def pack(loads: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
     original.
 
     Args:
-        loads: by item.
+        loads: the load of each item.
         sizes: the number of items of each pack; their sum is the number of items.
 
     Returns:
@@ -165,7 +165,7 @@ def pack(loads: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.01) -> Placement:
-    """Return a placement almost as even as that of `eplb`, with few changes to the current one.
+    """Return a placement almost as even as the result of `eplb`, with few changes to the current placement.
 
     Groups of experts stay on their nodes if such a placement can be almost as even. A node that keeps its groups is
     repaired: copies of cold experts are replaced with copies of hot experts, then the fullest rank swaps experts with
@@ -173,9 +173,9 @@ def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.01)
     and ranks renumbered so that few experts move. An expert that stays on its rank stays in its slot.
 
     Args:
-        loads: by logical expert.
+        loads: the load of each logical expert.
         before: the current placement, with as many slots on each rank as `eplb` would assign.
-        slack: the fraction by which the imbalance may exceed that of `eplb`; 0.01 is one percent.
+        slack: the fraction by which the imbalance may exceed the imbalance of `eplb`; 0.01 is one percent.
 
     Raises:
         SettingsError: see `eplb`.
@@ -200,7 +200,7 @@ def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.01)
 def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ()) -> tuple[Move, ...]:
     """Return the copies that change one placement into another with the same slots.
 
-    The source of an expert is a rank of the same node if possible; among several, the rank that sends the fewest.
+    The source of an expert is a rank of the same node if possible. Among several, it is the rank with the fewest sends.
 
     Args:
         before: the current placement.
@@ -245,7 +245,7 @@ def place_experts(
     `eplb` computes the placements from the loads. If the loads are unknown, experts are placed in order.
 
     Args:
-        loads: by layer and by logical expert, as from `read_loads`; empty: unknown.
+        loads: for each layer, the load of each logical expert, as from `read_loads`; empty: unknown.
         num_layers: number of MoE layers of the model.
         num_experts: number of logical experts of each layer.
         num_ranks: number of ranks of the ep group.

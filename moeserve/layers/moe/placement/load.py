@@ -107,7 +107,7 @@ class LoadMeter:
         return Collected(joined(windows), of_stage, figures_of_rank) if windows else None
 
     def _of_stages(self, own: LoadWindow | None) -> list[LoadWindow]:
-        """Return the windows of all pipeline stages with MoE layers, in order. Collective: all ranks, over stages."""
+        """Return the windows of all pipeline stages with MoE layers, in order. Collective: all ranks of pp groups."""
         pp = self._groups.pp
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(own)), dtype=torch.uint8)
         sizes = pp.all_gather(torch.tensor([len(encoded)]), [1] * pp.world_size).tolist()

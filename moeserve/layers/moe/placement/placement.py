@@ -30,11 +30,11 @@ class Placement:
     With several nodes, all copies of a group of consecutive experts are on one node. Nodes have equally many groups.
     """
 
-    logical_of_slot: tuple[tuple[int, ...], ...]  # by rank and slot; a rank may have no slots
+    logical_of_slot: tuple[tuple[int, ...], ...]  # for each rank, the expert in each slot; a rank may have no slots
     num_logical: int
     num_slices: int = 1  # number of slices of each expert: 1, or the number of ranks
     num_nodes: int = 1  # nodes of equally many consecutive ranks; 1: copies are placed regardless of nodes
-    num_groups: int = 1  # the router's groups of experts, if there are several nodes
+    num_groups: int = 1  # number of the router's groups of experts, if there are several nodes
 
     def __post_init__(self) -> None:
         fault = _fault(self.logical_of_slot, self.num_logical)

@@ -63,7 +63,7 @@ class Change:
 
     layer: int
     proposal: Proposal
-    moves: tuple[Move, ...]  # by receiving rank and slot
+    moves: tuple[Move, ...]  # ordered by receiving rank and slot
 
     @property
     def max_moves_of_rank(self) -> int:
@@ -183,7 +183,7 @@ class Rebalancer:
         self._unplanned: deque[int] = deque()  # layers still to plan
         self._planned: list[Change] = []  # changes that are neither accepted nor rejected yet
         self._excess_of_model = 0.0  # rows of each layer's fullest rank above the mean, over all layers
-        self._rows_of_fullest = 0.0  # summed over all layers
+        self._rows_of_fullest = 0.0  # rows of each layer's fullest rank, over all layers
         self._changes: deque[Change] = deque()  # accepted changes; the first is in progress
         self._num_arrived = 0  # bytes of each expert of the first change that have arrived
         self._seconds_per_byte = 1 / INITIAL_BYTES_PER_SECOND  # time to send a byte on the slowest rank
@@ -215,7 +215,7 @@ class Rebalancer:
         """Add a window to the loads, and start planning if no change is in progress.
 
         Args:
-            window: the latest window of this stage's layers, the same on all its ranks.
+            window: the latest window of this stage's layers, the same on all ranks of the stage.
             figures_of_rank: the `own_figures` of each rank of the stage.
         """
         for layer, counts in zip(window.layers, window.tokens_of_expert, strict=True):
@@ -234,7 +234,7 @@ class Rebalancer:
         return self._changes[0].layer
 
     def switch(self) -> None:
-        """Switch the layer whose weights have arrived on all ranks to its new placement."""
+        """Switch `next_layer` to its new placement. All ranks must have received the weights of this placement."""
         change = self._changes.popleft()
         self._wait_for_side_stream()
         for index, move in enumerate(self._incoming(change)):

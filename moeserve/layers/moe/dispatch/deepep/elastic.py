@@ -153,7 +153,11 @@ class ElasticCommunicator:
     def combine(
         self, handle: Any, weights_R: Tensor, num_tokens: int, output: Tensor
     ) -> PendingCombine | PendingEmptyCombine:
-        """Multiply outputs by their weights and send them to the ranks of their tokens. This rank has `num_tokens`."""
+        """Multiply outputs by their weights, and send the products to the ranks of their tokens.
+
+        Args:
+            num_tokens: number of tokens of this rank.
+        """
         num_rows = handle.psum_num_recv_tokens_per_expert[-1:]
         weighted_RD = self.pairs.weigh(output.contiguous(), weights_R, num_rows)
         # collective: all ep ranks
@@ -162,7 +166,7 @@ class ElasticCommunicator:
         return pending if num_tokens else PendingEmptyCombine(pending)
 
     def _limit(self, tokens_per_rank: Sequence[int], is_padded: bool) -> int | None:
-        """Return the maximum number of tokens of a rank for which a small step allocates; None: the step is large.
+        """Return the number of tokens per rank for which a small step allocates memory; None: the step is large.
 
         The limit is one of few values, because kernels are compiled for each value.
         """

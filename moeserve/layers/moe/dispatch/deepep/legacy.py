@@ -119,7 +119,7 @@ class LegacyCommunicator:
             # one queue pair for each local expert, and for each multiprocessor of the normal kernels
             num_pairs = max(shape.num_slots[rank], buffer_class.num_sms)
             options = dict(low_latency_mode=True, num_qps_per_rank=num_pairs)
-        # 1.0 has no such argument; without it the destructor may hang after an exception
+        # DeepEP 1.0 has no such argument; without the argument, the destructor may hang after an exception.
         self.is_ended_by_us = "explicitly_destroy" in inspect.signature(buffer_class).parameters
         if self.is_ended_by_us:
             options["explicitly_destroy"] = True
