@@ -13,7 +13,7 @@ PATH = Path(__file__).with_suffix(".json")
 
 
 def defaults_of(model_type: str) -> Mapping[str, Any]:
-    """Return the defaults for the keys of a config whose `model_type` in transformers is this one; "": none."""
+    """Return the default of each config key for a `model_type` of transformers; empty if the type is unknown or ""."""
     return _read().get(model_type, {})
 
 

@@ -24,7 +24,7 @@ from moeserve.layers.rotary import (
 from moeserve.models.checkpoint.config_overrides import with_overrides
 
 LARGEST_NUMBER = 1e30
-# Names of the config of the language model. A thinker also has other models.
+# Keys that may hold the config of the language model. The config of a thinker also describes other models.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _BESIDE_TEXT_PART = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
 TIED = "tie_word_embeddings"
@@ -65,13 +65,13 @@ class ConfigValues:
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.path = path
-        self.values = values  # those in the file
+        self.values = values  # values in the file, without defaults
         self.defaults = defaults
         self._prefix = prefix  # prefix of keys in error messages
 
     @classmethod
     def of_folder(cls, folder: Path, hf_overrides: Mapping[str, Any] | None = None) -> ConfigValues:
-        """Read the config.json of a checkpoint folder, with the changes of a user."""
+        """Read the config.json of a checkpoint folder, and apply a user's overrides."""
         path = folder / "config.json"
         return cls(path, with_overrides(read_json(path), hf_overrides or {}))
 
@@ -80,7 +80,7 @@ class ConfigValues:
         return ConfigValues(self.path, values, self._prefix, defaults=self.defaults)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigValues:
-        """Return the config with values for missing keys."""
+        """Return this config with other defaults for missing keys."""
         return ConfigValues(self.path, self.values, self._prefix, defaults=defaults)
 
     def get(self, key: str) -> Any:
@@ -139,7 +139,7 @@ class ConfigValues:
         return names
 
     def architecture(self) -> str:
-        """Return the name of the model's class, the first one if there are several."""
+        """Return the name of the model's class; the first name if there are several."""
         names = self.architectures()
         if not names:
             raise self.wrong("architectures", "must name a model class")
@@ -157,7 +157,7 @@ class ConfigValues:
         return cast(DtypeName, name)
 
     def token_ids(self, key: str, *, high: int = MAX_INTEGER) -> list[int]:
-        """Return one token id or a list of them as a list. It is empty for null and for -1, used in old checkpoints."""
+        """Return the token ids under a key, which holds one id or a list. Null and -1 (old checkpoints) give no ids."""
         value = self.values.get(key)
         if value is None or value == -1:
             return []
@@ -173,9 +173,9 @@ class ConfigValues:
         return token_ids[0] if token_ids else None
 
     def key_of(self, *names: str) -> str:
-        """Return the name among `names` that this config uses for a value.
+        """Return the name among `names` under which this config stores a value.
 
-        Return the one that has a default if it uses none, and the first if none has a default.
+        If the config uses none of the names, return the name that has a default, else the first name.
         """
         used = [name for name in names if self.values.get(name) is not None]
         for name in used[1:]:
@@ -184,7 +184,7 @@ class ConfigValues:
         return (used or [name for name in names if name in self.defaults] or names)[0]
 
     def flags_of_layers(self, key: str, names: tuple[Any, Any], num_layers: int) -> list[bool] | None:
-        """Return a flag for each layer, from a list under `key` of two names or numbers: True for the second name.
+        """Return a flag for each layer: True where the list under `key` has the second of two names or numbers.
 
         Return None if there is no list.
         """
@@ -205,7 +205,7 @@ class ConfigValues:
         return ConfigValues(self.path, values, f"{self._prefix}{key}.")
 
     def layer_numbers(self, key: str, num_layers: int, *, first: int = 0) -> frozenset[int]:
-        """Return the set of layer numbers listed under `key`, counted from `first`; empty if there is no list."""
+        """Return the layer numbers listed under `key`, empty without a list. The lowest valid number is `first`."""
         value = self.get(key) or []
         is_list = isinstance(value, list) and all(
             type(layer) is int and first <= layer < first + num_layers for layer in value
@@ -217,8 +217,8 @@ class ConfigValues:
     def text_part(self) -> ConfigValues:
         """Return the values of the language model if the config also describes other models, else the config itself.
 
-        Some values are taken from the outer object: dtype, quantisation and token ids, and whether embeddings are tied
-        unless the language model's config says so itself.
+        Some values are taken from the outer object: dtype, quantisation, token ids, and `tie_word_embeddings` if the
+        language model's config does not set this key.
         """
         key = next((key for key in _TEXT_PARTS if self.values.get(key) is not None), None)
         if key is None:
@@ -232,14 +232,14 @@ class ConfigValues:
         return ConfigValues(self.path, own | beside).text_part()
 
     def of_layer_type(self, layer_type: str) -> ConfigValues:
-        """Return the values with the rotary settings of one layer type, if settings differ between types."""
+        """Return this config with one layer type's rotary settings; unchanged if all types share their settings."""
         settings = self.rotary_settings().values
         if not isinstance(settings.get(layer_type), dict):
             return self
         return self.replaced(self.values | {"rope_parameters": settings[layer_type]})
 
     def rotary_settings(self) -> ConfigValues:
-        """Return the object under `rope_parameters` (transformers 5) or `rope_scaling` (before), whichever is used."""
+        """Return the object under `rope_parameters` (transformers 5) or `rope_scaling` (earlier versions)."""
         used = [key for key in ("rope_parameters", "rope_scaling") if self.values.get(key) is not None]
         key = used[0] if used else "rope_parameters"
         settings = self.values[key] if used else self.defaults.get(key, {})
@@ -261,11 +261,12 @@ class ConfigValues:
         """Return the rotary settings.
 
         Args:
-            head_dim: size of a head, or of its part with a rotary embedding.
-            head_dim_key: the config's key for this size, for error messages.
+            head_dim: number of values of a head, or of the part of a head that has a rotary embedding.
+            head_dim_key: the config's key of `head_dim`, for error messages.
             default_fraction: fraction of a head that is rotated if `partial_rotary_factor` is not set; None: the whole
                 head, ignoring `partial_rotary_factor`.
-            default_theta: base of the frequencies if neither config nor defaults have one; None: they must.
+            default_theta: base of the frequencies if neither config nor defaults have one; None: a missing base is an
+                error.
         """
         settings = self.rotary_settings()
         # Older configs have theta and fraction outside the object.
@@ -282,7 +283,7 @@ class ConfigValues:
             )
         theta = both.number("rope_theta", default_theta, above=1.0)
         context = self.optional_integer("max_position_embeddings")
-        if (original := self.values.get(ORIGINAL_CONTEXT)) is not None:  # as Phi's configs have it
+        if (original := self.values.get(ORIGINAL_CONTEXT)) is not None:  # Phi's configs: outside the object
             settings = settings.replaced(settings.values | {ORIGINAL_CONTEXT: original})
         scaling = _read_scaling(settings, dim, context)
         return RotarySpec(dim=dim, theta=theta, scaling=scaling, is_interleaved=is_interleaved)
@@ -300,7 +301,7 @@ def _read_scaling(settings: ConfigValues, dim: int, context: int | None) -> Scal
     """Return the scaling of the rotary frequencies of `dim` values; None if they are not scaled.
 
     Args:
-        context: `max_position_embeddings`, where the config has it.
+        context: `max_position_embeddings`; None if the config lacks this key.
     """
     match settings.values["rope_type"]:
         case "default" | "mrope":  # text has the same position along all axes of a multimodal embedding
@@ -354,8 +355,8 @@ def _read_yarn(settings: ConfigValues, context: int | None) -> YarnScaling:
     if beta_fast < beta_slow:
         raise settings.wrong("beta_fast", f"must be at least beta_slow={beta_slow:g}")
 
-    # DeepSeek's configs split the attention temperature between the rotary values and the scores.
-    # Zero stands for no weight.
+    # DeepSeek's configs split the attention temperature between the rotary values and the scores, by a weight for
+    # each. A weight of zero counts as missing.
     of_values, of_scores = (
         settings.optional_number(key) if settings.values.get(key) != 0 else None for key in ("mscale", "mscale_all_dim")
     )

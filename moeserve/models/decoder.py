@@ -31,7 +31,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class DecoderBlock(nn.Module):
-    """A network of one rank, and its place on the residual stream."""
+    """One network of a layer on one rank, and the `Place` that connects it to the residual stream."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class DecoderBlock(nn.Module):
     ) -> None:
         """
         Args:
-            layer: index of its layer in the model.
-            module: index of the MTP module that it belongs to; None: it is the decoder's.
-            suffix: end of the names of its tensors, if the layer has several networks of this kind.
-            norm_name: the name of the norm before it.
+            layer: index in the model of the network's layer.
+            module: index of the network's MTP module; None: the network is part of the decoder.
+            suffix: end of the names of the network's tensors, if the layer has several networks of this kind.
+            norm_name: name of the norm before the network.
         """
         super().__init__()
         self.layer, self.module, self.ignores_norm = layer, module, block.ignores_norm
@@ -66,10 +66,10 @@ class DecoderBlock(nn.Module):
         self.place = stream.place(build, form, spec)
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the weight mapping of this module.
+        """Yield this block's rows of the weight mapping.
 
         Args:
-            at: the place of the layer.
+            at: the place of the layer in the names of tensors.
         """
         yield from self.place.rows(at, self.norm_name, self.output_norm_name)
         yield from self.network.rows(at.under(self.name))
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
 
     Args:
         placements: for each layer with experts, in order, the placement over the ep group; see `place_experts`.
-        dispatchers: factory of the dispatchers that send tokens to experts of other ranks. The worker closes them.
+        dispatchers: factory of the dispatchers that send tokens to experts of other ranks; closed by the worker.
         stage: indices of the layers of this rank; None: all layers.
     """
 
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         self.dispatchers = dispatchers
         self.tp = context.tp
         self.width = config.stream.width
-        # The hidden states that `forward` and `draft` return are normalised, or the residual stream.
+        # True: `forward` and `draft` return normalised hidden states. False: they return the residual stream.
         self.returns_normed = not config.num_draft_layers or config.draft is None or config.draft.reads_normed
         size = config.hidden_size
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
@@ -146,9 +146,10 @@ class Decoder(nn.Module):
         allocate_weights(self)
 
     def with_one_layer_of_each_kind(self) -> Decoder:
-        """Return the model with one layer of each kind.
+        """Return the model with only one layer of each kind.
 
-        A step needs as much memory with it as with the whole model, because layers run one after another.
+        A step of the returned model needs as much memory as a step of the whole model, because layers run one after
+        another.
         """
         number_of_layer = dict(zip(self.layer_configs, self.stage, strict=True))
         numbers = set(number_of_layer.values())
@@ -163,7 +164,7 @@ class Decoder(nn.Module):
         return {block.layer: block.network.moe for block in self.blocks if block.network.moe is not None}
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """Return True if a CUDA graph should run such a step, padded. The result is the same on all ranks."""
+        """Return True if a padded step with these token counts should run as a CUDA graph; the same on all ranks."""
         return all(layer.is_capturable(tokens_per_rank) for layer in self.moe_layers.values())
 
     @property
@@ -174,12 +175,12 @@ class Decoder(nn.Module):
 
     @property
     def layers_of_caches(self) -> list[int]:
-        """The index of each block's layer."""
+        """For each block, the index of its layer in the model."""
         return [block.layer for block in self.blocks]
 
     @property
     def cache_items(self) -> list[tuple[CacheItems, ...]]:
-        """The items that each block keeps."""
+        """For each block, the cache items of its network: blocks of keys and values, or states."""
         return [block.network.cache_items for block in self.blocks]
 
     def make_caches(self, places: Places) -> list[Any]:
@@ -213,15 +214,15 @@ class Decoder(nn.Module):
         return previous.broadcast(empty_tD, 0), rotations  # collective: this rank and that of the stage before
 
     def run_layers(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Tensor:
-        """Compute the argument of `send` from the result of `receive`."""
+        """Run this rank's layers on the result of `receive`, and return the hidden states for `send`."""
         (hidden,) = run_in_turn([self.stages(hidden_tD, rotations, caches, step)])
         return hidden
 
     def stages(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
-        """Run the layers as a generator that yields where networks wait, and returns the argument of `send`.
+        """Run the layers as a generator that yields before it waits for other ranks, and returns the input of `send`.
 
-        If an overlapped step divides a chunk, the chunk's first rows are in the cache before its later rows attend to
-        them, because the first half runs each mixer first.
+        If the two halves of an overlapped step divide a prefill chunk, the chunk's first rows are in the cache before
+        its later rows attend to them, because the first half runs each mixer first.
         """
         run = Run(step, rotations)
         blocks = zip(self.decoder_blocks, caches, strict=False)
@@ -231,14 +232,17 @@ class Decoder(nn.Module):
         return self._end(self.last, stream, update_tD, step)
 
     def _end(self, last: Place, stream: Any, update_tD: Tensor | None, step: StepInputs) -> Tensor:
-        """Return the hidden states behind the last place. Collective: all tp ranks."""
+        """Return the hidden states [T, D] after the last network, normalised if `returns_normed`.
+
+        Collective: all tp ranks.
+        """
         hidden_tD = last.enter(stream, update_tD)[1] if self.returns_normed else last.close(stream, update_tD)
         return self.tp.all_gather(hidden_tD, step.tp_sizes)
 
     def _through(
         self, blocks: Iterable[tuple[DecoderBlock, Any]], stream: Any, run: Run
     ) -> Stages[tuple[Any, Tensor | None]]:
-        """Return the residual stream behind some blocks with caches, and the update that is left to add to it."""
+        """Run blocks with their caches. Return the residual stream, and the last update, which is still to be added."""
         update_tD = None
         for block, cache in blocks:
             self.groups.set_layer(block.layer)
@@ -268,7 +272,7 @@ class Decoder(nn.Module):
             step: the step; it runs as a whole even if it has halves.
             later_ids_T: for the first module, the token that follows each row's token; for the second, the token after
                 it, and so on.
-            hidden_TD: the result of `forward`, or that of the module before.
+            hidden_TD: the result of `forward` for the first module, else of `draft` for the module before.
         """
         assert self.config.draft is not None
         module = self.draft_modules[number]
@@ -285,7 +289,7 @@ class Decoder(nn.Module):
         """Return the logits [T, vocab_size] of hidden states. Last stage only; all tp ranks must pass the same rows.
 
         Args:
-            number: index of the MTP module that returned the hidden states; None: they are the decoder's.
+            number: index of the MTP module that returned the hidden states; None: the decoder returned them.
         """
         head, last, stream = self.head, self.last, self.config.stream
         if number is not None:

@@ -1,4 +1,4 @@
-"""Dense Llama-style checkpoints as the input of upcycling, and a reader of those in Hugging Face layout."""
+"""Dense Llama-style checkpoints as input of `moeserve upcycle`, and a reader for the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class DenseFolder:
 
 
 def upcycle_refusal(config: ConfigValues) -> str | None:
-    """Return why a config.json is not that of a model that can be upcycled; None if it is."""
+    """Return the reason why a model cannot be upcycled, judged by its config.json; None if it can be."""
     try:
         _read_config(config)
     except CheckpointError as error:

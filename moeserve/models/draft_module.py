@@ -13,23 +13,23 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rows import At, Row, some_rows, whole
 from moeserve.models.model_config import DraftSpec
 
-# X all residual streams side by side
+# X: width of all residual streams, concatenated
 
 
 class DraftModule(nn.Module):
     """The parts of an MTP module around its decoder layer, replicated on every tp rank.
 
-    At each position, the input of the decoder layer is a projection of two vectors: the hidden state of the model or of
-    the module before at this position, and the embedding of a later token: the next one for the first module, the one
-    after it for the second, and so on. If there are several residual streams, each is projected. The output passes
-    through a separate norm and an LM head.
+    At each position, the input of the decoder layer is a projection of two vectors. One is the hidden state at this
+    position, of the model or of the module before. The other is the embedding of a later token: the next token for the
+    first module, the token after the next for the second, and so on. If there are several residual streams, each is
+    projected. The output passes through a separate norm and an LM head.
     """
 
     def __init__(self, config: DraftSpec, build: Build, embedding: Embedding | None, head: OutputHead | None) -> None:
         """
         Args:
-            embedding: its own embedding; None: that of the model.
-            head: its own LM head; None: that of the model.
+            embedding: the module's own embedding; None: the module uses the model's.
+            head: the module's own LM head; None: the module uses the model's.
         """
         super().__init__()
         self.config = config
@@ -42,7 +42,7 @@ class DraftModule(nn.Module):
         self.head = head
 
     def rows(self, at: At) -> Iterator[Row]:
-        """Yield the weight mapping of this module."""
+        """Yield this module's rows of the weight mapping."""
         yield from self.embedding_norm.rows(at.under("embedding_norm"))
         yield from self.hidden_norm.rows(at.under("hidden_norm"))
         if at.has("embedding_projection.weight"):
@@ -60,10 +60,10 @@ class DraftModule(nn.Module):
         yield from self.last.rows(At("model", at.stored, at.norm_offset) if self.config.shares_norm else at, "norm", "")
 
     def forward(self, embedded_tD: Tensor, hidden_tX: Tensor) -> Tensor:
-        """Return the input [t, X] of the decoder layer, where X is the width of the residual streams.
+        """Return the input [t, X] of the decoder layer.
 
         Args:
-            embedded_tD: embeddings of the tokens after those of `hidden_tX`.
+            embedded_tD: embeddings of the later tokens; see the class.
             hidden_tX: hidden states of the model, or of the module before.
         """
         num_tokens, size = embedded_tD.shape

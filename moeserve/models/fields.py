@@ -30,7 +30,7 @@ def read_model(
     is_tied: bool = False,
     hidden_act: str = "silu",
 ) -> ModelSpec:
-    """Read a config's settings outside the layers.
+    """Return the shape of a model, from its layers and the config's settings outside the layers.
 
     Args:
         is_tied: default of `tie_word_embeddings`.
@@ -57,7 +57,7 @@ def with_draft_layer_like_the_last(model: ModelSpec) -> ModelSpec:
 
 
 def with_draft_layer(model: ModelSpec, layer: Layer, count: int | None = None, **others: Any) -> ModelSpec:
-    """Return the model with MTP modules whose layers have this shape, if the config says that there are some.
+    """Return the model with MTP modules whose layers have the shape `layer`; unchanged if the config counts no modules.
 
     Args:
         count: number of modules; None: as many as the config counts.
@@ -68,7 +68,7 @@ def with_draft_layer(model: ModelSpec, layer: Layer, count: int | None = None, *
 
 
 def _read_context(config: ConfigValues, layers: list[Layer], key: str) -> int:
-    """Return the maximum context length. YaRN extends it even if the config's value under `key` was not changed."""
+    """Return the maximum context in tokens: the value under `key`, or the length that YaRN extends it to if larger."""
     rotaries = {rotary for layer in layers for rotary in layer.rotaries}
     scalings = {rotary.scaling for rotary in rotaries if isinstance(rotary, RotarySpec)}
     extended = (
@@ -146,10 +146,11 @@ def read_latent_attention(config: ConfigValues, *, is_interleaved: bool) -> Late
 
 
 def read_windows(config: ConfigValues, default: Sequence[bool] | None = None) -> list[int | None]:
-    """Return the window of each layer, None for full attention.
+    """Return the window of each layer in tokens; None for full attention.
 
     Args:
-        default: True for layers with a window, used if the config has no `layer_types`; None: it must have them.
+        default: True for layers with a window, used if the config has no `layer_types`; None: a missing `layer_types`
+            is an error.
     """
     num_layers = read_num_layers(config)
     has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
@@ -164,10 +165,10 @@ def read_windows(config: ConfigValues, default: Sequence[bool] | None = None) ->
 
 
 def read_module_window(config: ConfigValues, *, default: bool) -> int | None:
-    """Return the window of an MTP module, None for full attention. Types of modules are listed apart from layers.
+    """Return the window of an MTP module in tokens; None for full attention.
 
     Args:
-        default: True if it has a window, used if the config has no `mtp_layer_types`.
+        default: True if the module has a window, used if the config has no `mtp_layer_types`.
     """
     listed = config.values.get("mtp_layer_types")
     has_window = listed[0] == LAYER_TYPES[1] if isinstance(listed, list) and listed else default
@@ -175,13 +176,13 @@ def read_module_window(config: ConfigValues, *, default: bool) -> int | None:
 
 
 def rotated_in_windows(attention: AttentionSpec, windows: Sequence[int | None]) -> list[AttentionSpec]:
-    """Return the attention of each layer. Those of full attention have no rotary embedding."""
+    """Return the attention of each layer. Layers with full attention have no rotary embedding."""
     full = dataclasses.replace(attention, rotary=NO_ROTARY)
     return [full if window is None else dataclasses.replace(attention, window=window) for window in windows]
 
 
 def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_experts_per_tok") -> tuple[int, int]:
-    """Read the number of experts of a layer, and per token. `keys` name the number of a layer, the usual name first."""
+    """Read the numbers of experts in a layer (under one of `keys`, the usual key first) and of experts per token."""
     key = config.key_of(*keys)
     num_experts = config.integer(key, high=2**14)
     top_k = config.integer(top_k_key)
@@ -191,7 +192,7 @@ def read_num_experts(config: ConfigValues, *keys: str, top_k_key: str = "num_exp
 
 
 def read_router_without_groups(config: ConfigValues, *keys: str, scale: float = 1.0) -> RouterSpec:
-    """Read a sigmoid router with a learned correction, whose weights are normalised. `keys`: see `read_num_experts`."""
+    """Read a sigmoid router with a learned correction and normalised weights. `keys`: see `read_num_experts`."""
     num_experts, top_k = read_num_experts(config, *keys)
     return RouterSpec(
         num_experts=num_experts, top_k=top_k, scoring="sigmoid", is_normalized=True, has_correction=True, scale=scale
@@ -219,7 +220,7 @@ def read_step_limit(config: ConfigValues) -> None:
 
 
 def read_grouped_router(config: ConfigValues, key: str = "n_routed_experts") -> RouterSpec:
-    """Read a softmax router with groups of experts (DeepSeek-V2). `key` has the number of experts."""
+    """Read a softmax router with groups of experts (DeepSeek-V2). The config's `key` holds the number of experts."""
     num_experts, top_k = read_num_experts(config, key, "num_local_experts")
     num_groups, num_chosen_groups = read_groups(config, num_experts, top_k)
     return RouterSpec(
@@ -237,7 +238,7 @@ def read_corrected_router(
     """Read a sigmoid router with groups of experts and a learned correction (DeepSeek-V3, GLM-4.5).
 
     Args:
-        key: of the number of experts.
+        key: the config's key for the number of experts.
         is_normalized: default of `norm_topk_prob`.
     """
     router = read_grouped_router(config, key)
@@ -259,7 +260,7 @@ def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpert
 
 
 def read_leading_dense(config: ConfigValues, moe: MoESpec) -> list[MoESpec | DenseSpec]:
-    """Return dense networks for the first `first_k_dense_replace` layers, then experts (DeepSeek, GLM)."""
+    """Return each layer's network: dense in the first `first_k_dense_replace` layers, then experts (DeepSeek, GLM)."""
     num_layers = read_num_layers(config)
     is_dense = _read_moe_layer_freq(config, num_layers)
     if is_dense is None:
@@ -269,7 +270,7 @@ def read_leading_dense(config: ConfigValues, moe: MoESpec) -> list[MoESpec | Den
 
 
 def _read_moe_layer_freq(config: ConfigValues, num_layers: int) -> list[bool] | None:
-    """Return a flag for each layer: True for a dense network. Return None if `moe_layer_freq` is no list."""
+    """Return a flag for each layer: True for a dense network. Return None if `moe_layer_freq` is not a list."""
     flags = config.get("moe_layer_freq")
     if not isinstance(flags, list):
         config.require("moe_layer_freq", 1)
@@ -291,7 +292,7 @@ def read_sparse_layers(config: ConfigValues, moe: MoESpec) -> list[MoESpec | Den
 
 
 def read_listed_dense(config: ConfigValues, moe: MoESpec) -> list[MoESpec | DenseSpec]:
-    """Return the network of each layer as `mlp_layer_types` lists it. Without this key, the first layers are dense."""
+    """Return the network of each layer as `mlp_layer_types` lists it. Without a list, the first layers are dense."""
     num_layers = read_num_layers(config)
     is_dense = config.flags_of_layers("mlp_layer_types", ("sparse", "dense"), num_layers)
     if is_dense is None:
@@ -305,7 +306,7 @@ def read_listed_dense(config: ConfigValues, moe: MoESpec) -> list[MoESpec | Dens
 def feed_forwards_of(
     config: ConfigValues, moe: MoESpec, is_dense: Sequence[bool], *, width_key: str = "intermediate_size"
 ) -> list[MoESpec | DenseSpec]:
-    """Return the network of each layer: a dense one, of the width under `width_key`, if `is_dense`, else experts."""
+    """Return each layer's network: dense, with the width under `width_key`, where `is_dense` is True, else experts."""
     if not any(is_dense):
         return [moe] * len(is_dense)
     dense = DenseSpec(width=read_width(config, width_key))

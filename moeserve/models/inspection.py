@@ -23,7 +23,7 @@ from moeserve.models.expert_store.budget import AUTO_SHARE, outlook
 from moeserve.models.registry import Description, describe, folder_of
 from moeserve.models.summary import Part, quantised_bytes, summarize
 
-_QUANTIZATIONS: tuple[QuantizationName, ...] = ("int8", "int4")  # of any checkpoint, while it is loaded
+_QUANTIZATIONS: tuple[QuantizationName, ...] = ("int8", "int4")  # formats to which loading can quantise any weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class StageSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """The facts of a checkpoint that are known without loading it. Sizes are those in memory, except in `stored`."""
+    """The facts of a checkpoint that are known without loading it. Except in `stored`, sizes are bytes in memory."""
 
     model: str
     architecture: str
@@ -69,7 +69,7 @@ class Inspection:
     encodings: tuple[str, ...]  # descriptions of the encodings of quantised weights
     is_here: bool  # False: the weights have yet to be fetched from a hub
     stored: Stored | None  # None: the folder holds no weights, or they are damaged
-    stored_problem: str | None  # the damage, if any
+    stored_problem: str | None  # why the shards cannot be loaded; None if no error was found
     free_bytes: int  # free memory of this machine
     stages: tuple[StageSize, ...]  # empty if there is only one stage
 
@@ -83,10 +83,10 @@ def inspect(
     pipeline_layers: Sequence[int] | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Read config.json and the headers of the shards.
+    """Return the facts of a checkpoint, from config.json and the headers of its shards.
 
     Args:
-        dtype: dtype in which weights would be loaded; None: that of the checkpoint.
+        dtype: dtype in which weights would be loaded; None: the checkpoint's dtype.
         num_stages: number of pipeline stages, of one rank each.
         pipeline_layers: number of layers of each stage; None: an even division.
         hf_overrides: changes to config.json.
@@ -214,7 +214,7 @@ def _stages(
 
 
 def _stored(folder: Path, weight_format: WeightFormat) -> tuple[Stored | None, str | None]:
-    """Return the size of the shards, or None and the reason if they cannot be loaded."""
+    """Return the size of the shards; or None and why they cannot be loaded; or None twice if there are no shards."""
     bytes_of_dtype: Counter[str] = Counter()
     if weight_format.is_gguf:
         from moeserve.models.gguf.checkpoint import bytes_of_types  # needs the gguf package

@@ -26,14 +26,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Block:
-    """A network, and its place on the residual stream."""
+    """A network, and how it reads from and adds to the residual stream."""
 
     network: NetworkSpec
-    norm: NormSpec | None = None  # before the network; None: that of the network or of the stream
-    has_norm: bool = True  # the network reads the stream normalised; False: as it is
+    norm: NormSpec | None = None  # norm before the network; None: the default of the network or of the stream
+    has_norm: bool = True  # True: the network reads the normalised stream; False: the stream itself
     is_normed: bool = False  # the network's output is normalised before it is added
     ignores_norm: bool = False  # checkpoints may store a norm of the output, which is not used
-    is_scaled: bool = False  # the stream is multiplied by a learned number behind the network
+    is_scaled: bool = False  # the stream is multiplied by a learned number after the network
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Layer:
 
     @classmethod
     def of(cls, *networks: NetworkSpec) -> Layer:
-        """Return the layer of these networks, whose outputs are added as they are."""
+        """Return a layer of these networks. Their outputs are added to the residual stream without a norm."""
         return cls(tuple(map(Block, networks)))
 
     @property
@@ -53,21 +53,21 @@ class Layer:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """For each block, the end of its tensors' names: a number if several networks have the same name."""
+        """For each block, the end of its tensors' names: a number if networks have the same name, else empty."""
         names = [network.name for network in self.networks]
         numbers = [names[:index].count(name) for index, name in enumerate(names)]
         return tuple(f".{number}" if names.count(name) > 1 else "" for name, number in zip(names, numbers, strict=True))
 
     @property
     def norm_names(self) -> tuple[str, ...]:
-        """For each block, the name of the norm before it. If there is only one, it is that of a mixer."""
+        """For each block, the name of the norm before it. The norm of a layer's only block is named like a mixer's."""
         if len(self.blocks) == 1:
             return ("input_layernorm",)
         return tuple(f"{network.norm_name}{end}" for network, end in zip(self.networks, self.suffixes, strict=True))
 
     @property
     def moes(self) -> tuple[MoESpec, ...]:
-        """The mixtures of experts."""
+        """The mixtures of experts among the layer's networks."""
         return tuple(network.moe for network in self.networks if network.moe is not None)
 
     @property
@@ -76,7 +76,7 @@ class Layer:
         return tuple(rotary for network in self.networks for rotary in network.rotaries)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """Return True if this number of tp ranks can have equal shares of all networks."""
+        """Return True if all networks can be divided evenly over `num_ranks` tp ranks."""
         return all(network.can_divide(num_ranks) for network in self.networks)
 
 
@@ -86,8 +86,8 @@ class DraftSpec:
 
     layers: tuple[Layer, ...]  # the decoder layer of each module
     stream: StreamSpec = PlainStream()
-    shares_norm: bool = False  # the norm behind a module is that of the decoder (ERNIE)
-    reads_normed: bool = True  # hidden states are read behind the last norm of the decoder, or of the module before
+    shares_norm: bool = False  # the norm behind a module is the decoder's norm (ERNIE)
+    reads_normed: bool = True  # a module reads hidden states after the last norm before it; False: before this norm
     has_heads: bool = False  # each module has an LM head of its own
     has_embeddings: bool = False  # each module has an embedding of its own
 
@@ -107,13 +107,13 @@ class ModelSpec:
     logits_divisor: float = 1.0
     logits_cap: float | None = None  # see OutputHead
     has_head_bias: bool = False
-    num_stored_tokens: int | None = None  # rows of embedding and perhaps head in a checkpoint, if more than are used
-    num_skipped_layers: int = 0  # MTP layers that the checkpoint has after the last one, as its config counts them
-    draft: DraftSpec | None = None  # its MTP modules, if they are supported
+    num_stored_tokens: int | None = None  # rows of stored embedding and perhaps head, if more than `vocab_size`
+    num_skipped_layers: int = 0  # MTP layers after the last decoder layer in the checkpoint, as its config counts them
+    draft: DraftSpec | None = None  # the checkpoint's MTP modules; None if there are none, or they are not supported
     num_draft_layers: int = 0  # layers of MTP modules at the end of `layers`, which only draft tokens
 
     def with_draft_layers(self, num_drafts: int) -> ModelSpec:
-        """Return the model with the layers of its MTP modules appended, at most one for each draft token of a step."""
+        """Return the model with the layers of its MTP modules appended, of at most `num_drafts` modules."""
         assert self.draft is not None
         drafting = self.draft.layers[:num_drafts]
         return dataclasses.replace(self, layers=(*self.layers, *drafting), num_draft_layers=len(drafting))
@@ -129,7 +129,7 @@ class ModelSpec:
         return next((moe for layer in self.layers for moe in layer.moes), None)
 
     def costs_of_attention(self, tp: int, layers: range | None = None) -> list[AttentionCosts]:
-        """Return the costs of the networks with an entry for each token, of some layers or of all, with `tp` ranks."""
+        """Return the costs, on one of `tp` ranks, of the networks in `layers` that cache an entry per token."""
         chosen = self.layers if layers is None else self.layers[layers.start : layers.stop]
         costs = (network.costs(self.hidden_size, tp) for layer in chosen for network in layer.networks)
         return [each for each in costs if each is not None]
@@ -146,7 +146,7 @@ class ModelSpec:
 
     @property
     def num_expert_groups(self) -> int:
-        """Number of groups of experts, of which each token uses some; 1 if tokens may use experts of all groups."""
+        """Number of groups of experts, if a token uses experts of only some groups; 1 if a token may use any expert."""
         router = self.first_moe.router if self.first_moe else None
         return router.num_groups if router and router.num_chosen_groups < router.num_groups else 1
 
@@ -188,18 +188,18 @@ class ModelSpec:
 
     @property
     def needs(self) -> Needs:
-        """The demands of all networks and of the residual stream on the settings."""
+        """Demands of all networks and of the residual stream on the engine's settings."""
         networks = (network.needs for layer in self.layers for network in layer.networks)
         needs = of_all([self.stream.needs, *networks])
         return dataclasses.replace(needs, keeps_state=self.cache_rules(needs.block_size).rows is not None)
 
     def has_long_rotations(self, max_model_len: int) -> bool:
-        """Return True if an engine with this length of requests takes LongRoPE's scaling for long contexts."""
+        """Return True if requests of up to `max_model_len` tokens need LongRoPE's factors for long contexts."""
         scalings = (each.scaling for each in self.rotaries if isinstance(each, RotarySpec))
         return any(each.is_long(max_model_len) for each in scalings if isinstance(each, LongRopeScaling))
 
     def cache_rules(self, block_size: int) -> CacheRules:
-        """Return the rules of the groups that the layers of all ranks form."""
+        """Return the rules by which all layers of the model, on all ranks, keep cache blocks and states."""
         networks = (network for layer in self.layers for network in layer.networks)
         return groups_of(rule for network in networks for rule in network.cache_rules(block_size))
 
@@ -207,14 +207,16 @@ class ModelSpec:
     def first_layers(self) -> frozenset[int]:
         """Indices of layers that may start a pipeline stage.
 
-        These read nothing of the layer before, and all MTP modules are on one stage.
+        Such a layer reads nothing that an earlier layer has chosen. All MTP modules must be on the last stage, so only
+        the
+        first of their layers may start a stage.
         """
         first = self.layers[: self.num_decoder_layers + 1]
         needs = enumerate(of_all(network.needs for network in layer.networks) for layer in first)
         return frozenset(number for number, each in needs if not each.reads_earlier_layer)
 
     def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
-        """Return the items for a stage from `of_sparse_layers`, which has one for each layer with experts."""
+        """Return the items for the layers of `stage`. `of_sparse_layers` has one item for each layer with experts."""
         before, last = (sum(len(layer.moes) for layer in self.layers[:end]) for end in (stage.start, stage.stop))
         return of_sparse_layers[before:last]
 
@@ -238,7 +240,7 @@ class ModelSpec:
         )
 
     def slice_experts(self, num_ranks: int) -> tuple[Placement, ...]:
-        """Return the placement of each layer with experts in which every rank has a slice of each expert."""
+        """Return a placement for each layer with experts, by which every rank has a slice of each expert."""
         return (Placement.sliced(self.num_experts, num_ranks),) * self.num_sparse_layers
 
     @property

@@ -1,4 +1,4 @@
-"""A rank's part of a model, as a worker sees it."""
+"""The interface of one rank's part of a model, as a worker uses it."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class RankModel(Protocol):
 
     @property
     def layers_of_caches(self) -> list[int]:
-        """The index of the layer of each of `cache_items`."""
+        """For each element of `cache_items`, the index of its layer in the model."""
 
     @property
     def cache_items(self) -> list[tuple[CacheItems, ...]]:
-        """The items that each network keeps."""
+        """For each network with a cache, its cache items: blocks of keys and values, or states."""
 
     @property
     def cache_needs(self) -> CacheNeeds:
         """The cache memory that all layers of this rank need together."""
 
     def make_caches(self, places: Places) -> list[Any]:
-        """Return a cache for each of `cache_items`."""
+        """Return a cache for each element of `cache_items`."""
 
     def with_one_layer_of_each_kind(self) -> RankModel:
-        """Return a model whose steps need as much memory, with fewer layers if possible."""
+        """Return a model, with fewer layers if possible, whose steps need as much memory as this model's."""
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """Return True if a CUDA graph should run such a step."""
+        """Return True if a padded step with these numbers of tokens should run as a CUDA graph."""
 
     def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Return the hidden states [T, D] of all tokens of the replica. Collective: all ranks."""

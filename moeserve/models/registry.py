@@ -37,20 +37,20 @@ def _find_families() -> dict[str, Family]:
 
 
 FAMILIES = _find_families()
-# The first of a type is the language model alone, without a model for images.
+# If several families have the same type, the first is the language model alone, without a model for images.
 FAMILIES_BY_TYPE = {family.model_type: family for family in reversed(FAMILIES.values())}
 HEADS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The description of a checkpoint, without its weights."""
+    """A checkpoint's family, shape and weight format, known before its weights are read."""
 
     family: Family
     model: ModelSpec
     dtype: DtypeName  # dtype of weights that are not quantised
     weight_format: WeightFormat
-    has_stored_head: bool = False  # the checkpoint stores a head although its config says that it is the embedding
+    has_stored_head: bool = False  # the checkpoint stores a head although its config says that embeddings are tied
 
     def with_draft_layers(self, num_drafts: int) -> Description:
         """Return the description with the model's MTP modules, so that their tensors are loaded.
@@ -65,7 +65,7 @@ class Description:
         return dtype == "bfloat16" and self.weight_format.is_mxfp4
 
     def keeps_stored(self, dtype: DtypeName, quantization: QuantizationName | None = None) -> bool:
-        """Return True if weights keep the codes of the checkpoint where there are kernels for them."""
+        """Return True if weights are kept as the checkpoint's quantised codes, where there are kernels for them."""
         if self.weight_format.has_blocks:
             return quantization == "int4"
         is_encoded = self.weight_format.stored_as is not None
@@ -90,8 +90,8 @@ def read_facts(
     """Return the facts that the engine needs before it loads a checkpoint (a folder or a GGUF file).
 
     Args:
-        num_drafts: number of tokens that multi-token prediction (MTP) drafts in a step. Its modules are included if the
-            checkpoint has them.
+        num_drafts: number of tokens that multi-token prediction (MTP) drafts in a step. MTP modules are included if
+            the checkpoint has them.
         hf_overrides: changes to config.json.
 
     Raises:
@@ -160,7 +160,7 @@ def describe(
     if weight_format.is_gguf:
         family = with_gguf_names(family)
     model, has_stored_head = family.read(config), False
-    # Configs of compressed-tensors name modules by patterns that need not be those of the checkpoint's tensors.
+    # compressed-tensors configs name modules by patterns that may not match the tensors' names, so check the tensors.
     if weight_format.is_mxfp4 and weight_format.method == "compressed-tensors":
         is_mxfp4 = are_in_mxfp4(config.path.parent, weight_format, family, model.num_decoder_layers)
         weight_format = replace(weight_format, is_mxfp4=is_mxfp4)
@@ -182,7 +182,7 @@ def describe(
 def _find_family(config: ConfigValues) -> Family:
     """Return the family of a checkpoint, by its architectures or by the type of its language model."""
     names = config.architectures()
-    # A class without a head may be named although the checkpoint has one. If it has none, loading fails.
+    # The config may name a class without a head although the checkpoint has a head. If there is no head, loading fails.
     with_heads = [name.removesuffix("Model") + end for end in HEADS for name in names if name.endswith("Model")]
     if (found := next((name for name in (*names, *with_heads) if name in FAMILIES), None)) is not None:
         return FAMILIES[found]
@@ -196,10 +196,10 @@ def _find_family(config: ConfigValues) -> Family:
 
 
 def read_generation_defaults(folder: str | Path, hf_overrides: Mapping[str, Any] | None = None) -> GenerationDefaults:
-    """Return the sampling defaults and end-of-sequence ids in generation_config.json. Ids may be in config.json too."""
+    """Read sampling defaults and end-of-sequence ids from generation_config.json, or else the ids from config.json."""
     folder = Path(folder)
     path = folder / "generation_config.json"
-    generation = read_json(path) if os.path.lexists(path) else {}  # a link to nothing is an error
+    generation = read_json(path) if os.path.lexists(path) else {}  # a dangling link is an error
     has_ids = "eos_token_id" in generation
     source = ConfigValues(path, generation) if has_ids else ConfigValues.of_folder(folder, hf_overrides).text_part()
     eos_token_ids = source.token_ids("eos_token_id")
@@ -210,7 +210,7 @@ def read_generation_defaults(folder: str | Path, hf_overrides: Mapping[str, Any]
     return GenerationDefaults(eos_token_ids, sampling)
 
 
-# The defaults that are used: transformers' names and ours.
+# Sampling defaults that are read: transformers' name and the name in SamplingParams.
 _SAMPLING_NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -231,7 +231,7 @@ def folder_of(model: str | Path) -> Path:
 
 
 def _open_config(folder: Path, hf_overrides: Mapping[str, Any] | None) -> ConfigValues:
-    if not os.path.isdir(folder):  # False also for names that no file system has
+    if not os.path.isdir(folder):  # False also for names that are invalid in any file system
         what = "is not a folder" if os.path.lexists(folder) else "does not exist"
         raise CheckpointError(
             f"{folder} {what}; give the folder that holds the checkpoint's config.json, a GGUF file, or "

@@ -1,7 +1,7 @@
-"""`RemoteChunk`: tensors that a trainer on another host sends over TCP, of which each rank reads its part.
+"""`RemoteChunk`: tensors that a trainer on another host sends over TCP. Each rank reads only its part of them.
 
 The trainer listens. Both sides prove that they know the chunk's key. The trainer then sends the header of a safetensors
-file, and answers each `ReadBytes` with these bytes of its data. See `rl/transports.py`.
+file, and answers each `ReadBytes` request with the requested bytes of the file's data. See `rl/transports.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moeserve.models.checkpoint.mapped_files import DTYPES, rows_of
 from moeserve.models.checkpoint.tensors import StoredTensor
 from moeserve.processes.peer_connection import Connection, PeerError
 
-LENGTH_BYTES = 8  # of the length of a header, at the beginning of a safetensors file
+LENGTH_BYTES = 8  # size of the field at the start of a safetensors file that holds the header's length
 MAX_HEADER_BYTES = 100 * 2**20
 SECONDS_TO_CONNECT = 5.0
 
 
 class ReadBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Request of some bytes of a safetensors file's data, which follows its header."""
+    """Request for bytes `start` to `stop` of a safetensors file's data. The data begins after the file's header."""
 
     start: int
     stop: int
@@ -44,6 +44,7 @@ class RemoteChunk:
         """
         Args:
             address: host and port of the trainer.
+            key: secret of the chunk, which the trainer must know too.
 
         Raises:
             CheckpointError: the trainer cannot be reached, has another key, or sends no header.
@@ -61,14 +62,14 @@ class RemoteChunk:
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors by name."""
+        """The trainer's tensors, by name."""
         place = Path(self._address)  # for error messages
         return {
             name: StoredTensor(name, place, entry.dtype, tuple(entry.shape)) for name, entry in self._entries.items()
         }
 
     def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return rows of a tensor. See `rows_of`."""
+        """Return rows `start` to `stop` of a tensor. See `rows_of`."""
         first = self._entries[stored.name].data_offsets[0]
         return rows_of(stored, start, stop, lambda begin, end: self._read(first + begin, first + end))
 
@@ -98,11 +99,11 @@ def _connect(address: str) -> Connection:
 
 
 def _entries(header: bytes) -> dict[str, _Entry]:
-    """Return the entries of a header.
+    """Return the entries of a safetensors header, by tensor name.
 
     Raises:
         PeerError: a tensor has a dtype that is not supported, or its bytes do not fit its shape.
-        msgspec.DecodeError: it has another form.
+        msgspec.DecodeError: the header has another form.
     """
     fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
     entries = {

@@ -80,7 +80,7 @@ def summarize(
         groups: the groups of the rank; None: the whole model.
         placements: the placement of each sparse layer; None: each expert once, in order.
         stage: indices of the rank's layers; None: all layers.
-        checkpoint: the tensors, of which some may stay as they are stored; None: all are dequantised.
+        checkpoint: the checkpoint, some of whose tensors may be kept as they are stored; None: all are dequantised.
 
     Raises:
         SettingsError: `kv_cache_dtype` does not support this model.
@@ -128,7 +128,7 @@ def summarize(
 
 
 def quantised_bytes(description: Description, dtype: DtypeName, quantization: QuantizationName) -> int:
-    """Return the memory of the weights on one CPU rank with this setting of `quantization`."""
+    """Return the bytes that the weights need on a single CPU rank with this setting of `quantization`."""
     return loading_memory(cpu_model(description, dtype, quantization)).kept
 
 
@@ -148,7 +148,7 @@ class LoadingMemory:
     """The memory of a rank's weights in bytes."""
 
     kept: int  # after loading
-    peak: int  # maximum during loading, when open and packed weights exist at the same time
+    peak: int  # maximum during loading, when some weights exist both unpacked and packed
 
 
 def loading_memory(
@@ -158,7 +158,7 @@ def loading_memory(
 
     Args:
         fills_all_first: True: all weights are filled before the first is packed; False: about one layer at a time is
-            open.
+            filled and packed.
         device: where the memory is needed; None: the device of the model.
     """
     device = device or model.context.device
@@ -168,7 +168,7 @@ def loading_memory(
 
     every = weights_in(model)
     others = 0
-    if device == model.context.device:  # biases of experts elsewhere are small
+    if device == model.context.device:  # on other devices, there are only small biases of experts
         memories = {id(tensor) for weights in weights_of(model).values() for tensor in weights.open_tensors}
         others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in memories)
     kept = others + sum(map(_kept_bytes, every))
@@ -205,7 +205,7 @@ def _open_bytes(weights: AnyWeights) -> int:
 
 
 def _is_replaced(weights: AnyWeights) -> bool:
-    """Return True if the weights are packed into new memory, and the memory of the open weights is released."""
+    """Return True if packing copies the weights into new memory, after which their unpacked memory is released."""
     return weights.packs and not weights.is_borrowed and not weights.packs_in_place and not weights.fills_panels
 
 

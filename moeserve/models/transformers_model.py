@@ -2,9 +2,9 @@
 
 transformers allows a caller to register functions that replace attention and experts. Ours attend over the paged KV
 cache, and dispatch tokens to the experts of all ranks. Everything else, such as norms, routers, shared experts and the
-LM head, runs in transformers' code and is replicated on every rank. It is not batch-invariant.
+LM head, runs in transformers' code and is replicated on every rank. Such a model is not batch-invariant.
 
-The shape of such a model is determined by a trial run on the meta device, which computes nothing.
+A trial run on the meta device, which computes nothing, determines the model's shape.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _attention_config(
 def _build(
     folder: Path, attend: Attend, run_experts: RunExperts, device: torch.device, dtype: torch.dtype | None
 ) -> Any:
-    """Return transformers' model with these functions. On the meta device, weights are not loaded.
+    """Return transformers' model, with these functions as attention and experts. On the meta device, load no weights.
 
     Raises:
         CheckpointError: transformers does not know the model, or cannot load it.
@@ -292,7 +292,7 @@ class TransformersModel(nn.Module):
 
     @property
     def cache_items(self) -> list[tuple[CacheItems, ...]]:
-        """The items that each layer keeps."""
+        """For each layer, its cache items: blocks of keys and values."""
         return [key_value_items(each, slice(0, each.num_kv_heads), self.context) for each in self._attentions]
 
     def make_caches(self, places: Places) -> list[KeyValueCache]:
@@ -375,7 +375,7 @@ def _no_mask(device: torch.device) -> Tensor:
 
 @dataclass
 class _Output:
-    """The output of a model's layers. A head may read and forward other fields; they are None."""
+    """The output of a model's layers, for transformers' LM head. All fields except the hidden states are None."""
 
     last_hidden_state: Tensor
 
@@ -384,7 +384,7 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """A replacement of a model's layers that returns given hidden states."""
+    """A replacement of a model's layers that returns the hidden states it is called with."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         return _Output(inputs_embeds)

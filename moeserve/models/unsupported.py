@@ -1,4 +1,4 @@
-"""The errors for models that moeserve does not serve: dense ones, and MoE models of other architectures."""
+"""The errors for models that moeserve does not serve: dense models, and MoE models of unknown architectures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dense_model(file: Path, architecture: str, checkpoint: Path, refusal: str | 
     Args:
         file: the file that describes the model.
         checkpoint: the argument of `moeserve upcycle` for this model.
-        refusal: why this command would refuse the model; None: it would not.
+        refusal: why `moeserve upcycle` would refuse the model; None: it would not.
     """
     what = f"{file}: {architecture} is a dense model, and moeserve serves mixture-of-experts (MoE) models"
     if refusal is not None:
@@ -49,7 +49,7 @@ def dense_model(file: Path, architecture: str, checkpoint: Path, refusal: str | 
 
 
 def unknown_in_gguf(file: Path, architecture: object, known: Iterable[str]) -> CheckpointError:
-    """Return the error for a GGUF file of an MoE model whose architecture is not served."""
+    """Return the error for a GGUF file that holds an MoE model of an architecture that moeserve does not serve."""
     return _unknown(file, architecture, known, "other MoE models may be served from safetensors")
 
 
@@ -64,7 +64,7 @@ def has_experts(values: dict[str, Any]) -> bool:
 
 
 def _unknown(file: Path, architecture: object, known: Iterable[str], others: str) -> CheckpointError:
-    # The ends of the names are alike, so they say nothing about how near names are.
+    # Compare names without their ends, such as ForCausalLM, which unrelated names share.
     by_stem: dict[str, list[str]] = {}
     for name in sorted(known):
         by_stem.setdefault(_stem(name), []).append(name)

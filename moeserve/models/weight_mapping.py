@@ -1,6 +1,6 @@
 """The weight mapping: a table of checkpoint tensor names and their destinations in one rank's model.
 
-Networks yield their own rows. A name whose destination is None belongs to a tensor that only other ranks need.
+Each network yields its own rows of the table. The destination None marks a tensor that only other ranks need.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def destinations(model: Decoder, norm_offset: float, stored: Mapping[str, tuple[
             ignored.add(name)
         else:
             into.setdefault(name, []).append(place)
-    # Skip layers of other pipeline stages, MTP modules that are not used for speculative decoding, and copies of the
-    # embedding and the head in those that are.
+    # Skip layers of other pipeline stages, and MTP modules that are not used for speculative decoding. From MTP modules
+    # that are used, skip the copies of the embedding and the head.
     config, num_used = model.config, len(model.draft_modules)
     num_modules = max(1, config.num_skipped_layers, 0 if config.draft is None else len(config.draft.layers))
     skipped = [f"model.layers.{number}." for number in range(config.num_decoder_layers) if number not in model.stage]

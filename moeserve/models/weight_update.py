@@ -1,8 +1,9 @@
 """Updates of a rank's weights by a trainer, tensor by tensor, into the memory that kernels and CPU graphs read.
 
-A skeleton of the decoder without memory has the destinations of all tensors, so that the division over ranks, slots of
-experts and formats are those of loading. Rows that fill whole panels are packed directly into the panels of the model.
-Other weights are opened when their first tensor arrives, and packed and released when the last one has arrived.
+A second decoder without memory, the skeleton, has the destinations of all tensors. So tensors are divided over ranks
+and expert slots, and converted, exactly as in loading. Rows that fill whole panels (units of packed weights) are packed
+directly into the model's panels. Other weights get unpacked memory when their first tensor arrives. They are packed,
+and this memory is released, when their last tensor has arrived.
 """
 
 from __future__ import annotations
@@ -82,14 +83,14 @@ class WeightUpdates:
     ) -> None:
         """
         Args:
-            placements: of all layers with experts when the model was loaded; this rank's layers may have others now.
+            placements: placements of all layers with experts as they were loaded; rebalancing may have changed some.
             stored: shapes of the checkpoint's tensors, by translated name.
         """
         self._model, self._description, self._placements = model, description, placements
         self._translation = Translation(description.family, description.model.num_decoder_layers)
         self._stored, self._gather = stored, gather
         self._update: _Update | None = None
-        self._is_stale = False  # weights are of several versions
+        self._is_stale = False  # the weights are a mixture of versions, or were discarded
 
     def run(self, command: WeightCommand) -> Outcome:
         """Run a command, and return the outcome of all ranks together. Collective: all ranks."""
@@ -117,7 +118,7 @@ class WeightUpdates:
         return Outcome(error=error, is_open=self._update is not None, is_whole=self._is_whole())
 
     def discard(self) -> Outcome:
-        """Return the memory of all weights to the system, which are stale from then on. Collective: all ranks."""
+        """Release the memory of all weights to the system, which makes the weights stale. Collective: all ranks."""
         self._update, self._is_stale = None, True
         for tensor in packed_state(self._model).values():
             if tensor.nbytes >= MIN_FREED_BYTES:
@@ -131,7 +132,7 @@ class WeightUpdates:
         return not is_stale and self._update is None
 
     def _shared_error(self, work: Callable[[], None]) -> str:
-        """Do some work, and return the errors of all ranks, each once; empty: none. Collective: all ranks.
+        """Call `work`. Return the distinct errors of all ranks as one text; empty: none. Collective: all ranks.
 
         Errors of any kind are reported: whatever names and shapes a trainer sends, the engine must go on.
         """
@@ -164,7 +165,7 @@ class WeightUpdates:
         return self._update
 
     def _open(self, command: LoadTensors | ReceiveTensors, ending: contextlib.ExitStack) -> _Chunk:
-        """Open a folder, a file in shared memory, or the connection to a trainer, which ends with `ending`."""
+        """Open the tensors of a folder, of a file in shared memory, or of a connection, which `ending` will close."""
         read_rows = MappedFiles().read_rows
         if isinstance(command, ReceiveTensors):
             remote = RemoteChunk(command.address, bytes.fromhex(command.key))
@@ -179,7 +180,7 @@ class WeightUpdates:
         return _Chunk(translated(checkpoint, self._description.family, layers), read_rows)
 
     def _skeleton(self) -> Decoder:
-        """Return the decoder without memory, with the model's own parameters where they are never packed."""
+        """Return a second decoder that shares the model's unpacked parameters, and has no memory for packed weights."""
         model, context = self._model, self._model.context
         placements = list(self._placements)
         own = model.config.of_stage(range(len(placements)), model.stage)
@@ -221,7 +222,7 @@ class _Update:
         self._needs_all = needs_all
         live, own = weights_of(model), weights_of(skeleton)
         self._live: dict[AnyWeights, AnyWeights] = {weights: live[name] for name, weights in own.items()}
-        self._names: dict[AnyWeights, set[str]] = {}  # of the tensors that fill each of the weights that are packed
+        self._names: dict[AnyWeights, set[str]] = {}  # names of the tensors that fill each packed weight
         for name, of_name in places.into.items():
             for place in of_name:
                 if place.owner is not None and self._live[place.owner].panels is not None:
@@ -231,7 +232,7 @@ class _Update:
             if weights.fills_panels:
                 weights.panels = self._live[weights].panels
         self._received: set[str] = set()
-        self._stored_names: dict[str, str] = {}  # as the trainer names them
+        self._stored_names: dict[str, str] = {}  # the trainer's names of tensors, by translated name
         self._next: _Chunk | None = None
 
     def prepare(self, chunk: _Chunk) -> None:
@@ -251,7 +252,7 @@ class _Update:
         self._next = chunk
 
     def fill(self) -> None:
-        """Copy the tensors of the chunk that was prepared."""
+        """Copy the tensors of the chunk that `prepare` has checked."""
         chunk, self._next = self._next, None
         assert chunk is not None
         checkpoint, into = chunk.checkpoint, self._destinations.into
@@ -267,7 +268,7 @@ class _Update:
                         self._pack(owner)
 
     def finish(self) -> None:
-        """Require that no weights are partly filled, and pack what depends on others.
+        """Check that no weights are partly filled, and pack weights that share the embedding's memory.
 
         Raises:
             CheckpointError: tensors are missing.
@@ -293,12 +294,12 @@ class _Update:
         return Checkpoint(Path(), {}, None, 0, self._stored_names).shown(names)
 
     def _opened(self, place: Destination) -> Destination:
-        """Return a destination in memory, which is allocated for its weights if it is the first of them."""
+        """Return `place` in unpacked memory. The first destination of some weights allocates this memory."""
         owner = place.owner
         if owner not in self._names or owner is None or owner.fills_panels:
-            return place  # a parameter of the model, weights that stay open, or rows that are packed as they are read
+            return place  # a parameter of the model, weights that stay unpacked, or rows that are packed when read
         assert owner.memory is not None
-        if owner.memory.is_meta:  # its memory lives for a short time, so it shares no pages with that of other weights
+        if owner.memory.is_meta:  # memory that lives for a short time should share no pages with that of other weights
             memory = torch.empty(owner.memory.shape, dtype=owner.memory.dtype, device=owner.context.device)
             owner.memory = nn.Parameter(memory, requires_grad=False)
         like = place.memory
@@ -307,7 +308,7 @@ class _Update:
         )
 
     def _pack(self, weights: AnyWeights) -> None:
-        """Pack filled weights into the panels of the model, and release their memory."""
+        """Pack filled weights into the panels of the model, and release their unpacked memory."""
         panels = self._live[weights].panels
         if panels is None or weights.fills_panels:
             return
@@ -323,7 +324,7 @@ def _checkpoint_of(place: Path, stored: Mapping[str, StoredTensor]) -> Checkpoin
 
 
 def _require_chunk(path: Path) -> None:
-    """Raise CheckpointError unless a path is that of a chunk that `moeserve.rl` has written to shared memory."""
+    """Raise CheckpointError unless `path` is a chunk that `moeserve.rl` has written to shared memory."""
     is_chunk = path.parent == SHARED_MEMORY and path.name.startswith(CHUNK_PREFIX)
     try:
         is_chunk = is_chunk and stat.S_ISREG(path.lstat().st_mode)

@@ -1,7 +1,7 @@
 """Weights that `moeserve quantize` writes to safetensors files, in blocks of GGUF's formats Q4_K, Q5_K or Q6_K.
 
-A weight is stored as two tensors: its blocks, [..., bytes of a row] uint8, and its shape. The last block of a row may
-be padded.
+A weight is stored as two tensors: its blocks, [..., bytes of a row] uint8, and its shape. The last block of each row
+may be padded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeserve.errors import missing_extra
 from moeserve.models.checkpoint.tensors import ReadRows, StoredTensor
 from moeserve.ops.products.interface import PackedFormat, StoredCodes
 
-METHOD = "moeserve"  # the quant_method of the config
+METHOD = "moeserve"  # the `quant_method` in the config
 BLOCKS, SHAPE = "_blocks", "_shape"  # suffixes of a weight's tensors
 BLOCK_INPUTS = 256
 BLOCK_BYTES: dict[PackedFormat, int] = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
@@ -43,7 +43,7 @@ class BlockTensor:
     def build(
         cls, blocks: StoredTensor, options: tuple[PackedFormat, ...], shape: Sequence[int] | None = None
     ) -> BlockTensor:
-        """Return the weight that is stored in these blocks.
+        """Return the weight whose blocks are `blocks`.
 
         Args:
             options: the formats that the checkpoint uses. The length of a row determines the format of this weight.
@@ -52,7 +52,7 @@ class BlockTensor:
 
     @functools.cached_property
     def packed_format(self) -> PackedFormat | None:
-        """The packed format with the same codes and scales as the blocks; None: the tensor is damaged."""
+        """The packed format with the same codes and scales as the stored blocks; None: the tensor is damaged."""
         stored = self.blocks.shape
         fitting = (each for each in self.options if self.shape and stored[-1] == row_bytes(each, self.shape[-1]))
         return next(fitting, None) if stored[:-1] == self.shape[:-1] else None

@@ -11,14 +11,14 @@ from moeserve.errors import CheckpointError
 
 
 def written_once(folder: Path, is_complete: Callable[[], bool], write: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache, which is written on first use and appears under its name when it is complete.
+    """Return a folder of the cache. Write it on first use; it gets its name only when it is complete.
 
     Args:
-        is_complete: returns True if the folder can be used; otherwise it is written again.
-        write: writes the contents into the empty folder that it is given.
+        is_complete: returns True if the folder can be used; otherwise the folder is written again.
+        write: writes the contents into an empty folder, given its path.
 
     Raises:
-        CheckpointError: the folder cannot be written. Other errors are those of `write`.
+        CheckpointError: the folder cannot be written. Errors of `write` other than OSError are passed on.
     """
     is_old = folder.exists()
     if is_complete():
@@ -32,7 +32,7 @@ def written_once(folder: Path, is_complete: Callable[[], bool], write: Callable[
             write(partial)
             partial.rename(folder)
         except OSError:
-            if not is_complete():  # another process may have written it in the meantime
+            if not is_complete():  # another process may have written the folder in the meantime
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Written outside the object of rotary settings in older configs, and inside since transformers 5
+# Rotary settings that older configs have beside the object of rotary settings, and transformers 5 inside of it
 _ROTARY_VALUES = ("rope_theta", "partial_rotary_factor")
 
 
 def with_overrides(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config with others added or in their place. Objects are merged, also inside of each other.
+    """Return the config values with overrides added or in place of old values. Nested objects are merged.
 
-    Rotary settings are changed where the config has them, by their old names (`rope_scaling`, `rope_theta`) and new
-    ones (`rope_parameters`).
+    Rotary settings may be given by their old keys (`rope_scaling`, `rope_theta`) or new key (`rope_parameters`). They
+    replace the settings under the key that the config uses.
     """
     merged = dict(values)
     for key, value in _with_used_names(values, overrides).items():
@@ -23,7 +23,7 @@ def with_overrides(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict
 
 
 def _with_used_names(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides whose rotary settings have the names that the config uses."""
+    """Return the overrides, with rotary settings under the keys that the config uses."""
     renamed = dict(overrides)
     if "type" in renamed and "rope_type" in values:
         renamed.setdefault("rope_type", renamed.pop("type"))

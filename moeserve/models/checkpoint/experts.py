@@ -1,4 +1,4 @@
-"""Tells whether all experts of a checkpoint are stored in MXFP4: only then can they be kept so."""
+"""Determines whether a checkpoint stores all experts in MXFP4. Only then can experts be kept in this format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moeserve.models.checkpoint.weight_format import WeightFormat
 from moeserve.models.family import Family
 
 _OF_EXPERTS = re.compile(r"\.mlp\.experts\.(?!.*bias$)")
-_LAYOUTS = re.compile(r".*\.mlp\.experts\.(\d+\.)?(gate|up|down)_proj\.weight")  # whose codes can be kept
+_LAYOUTS = re.compile(r".*\.mlp\.experts\.(\d+\.)?(gate|up|down)_proj\.weight")  # layouts whose codes can be kept
 
 
 def are_in_mxfp4(folder: Path, weight_format: WeightFormat, family: Family, num_layers: int) -> bool:
-    """Return True if all experts are in MXFP4, in matrices of single projections, or if no weights are there.
+    """Return True if all experts are stored in MXFP4, one matrix per projection, or if the folder has no weights.
 
     Raises:
         CheckpointError: a shard is missing or damaged.

@@ -1,4 +1,4 @@
-"""Hashes of a checkpoint's files, so that ranks that start later do not load other weights than the first ones."""
+"""Hashes of a checkpoint's files, which ensure that ranks that start later load the same weights as the first ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moeserve.models.checkpoint.shards import list_names
 
 FileHashes: TypeAlias = tuple[tuple[str, str], ...]  # name and hash of each file, sorted
 
-LEADING_BYTES = 2**20  # hashed of each file
+LEADING_BYTES = 2**20  # number of bytes at the start of each file that are hashed
 
 
 def hash_files(files: Iterable[Path], *, are_copies: bool) -> FileHashes:
     """Return hashes that change with the contents of files, although large files are not read completely.
 
-    They cover the size, the time of the last change, and the first bytes.
+    A hash covers a file's size, the time of its last change, and its first bytes.
 
     Args:
-        are_copies: each host has its own copy with its own times. Samples of the contents are hashed instead.
+        are_copies: each host has its own copy of the files, with other times. Hash samples of the contents instead.
     """
     hashes = {path.name: sampled_digest([path]) if are_copies else _hash_of(path) for path in files}
     return tuple(sorted(hashes.items()))

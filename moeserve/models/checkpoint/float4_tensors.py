@@ -1,4 +1,4 @@
-"""Weights of 4-bit floats (MXFP4 and NVFP4), with a scale for each group of 16 or 32 values, and scales in E8M0."""
+"""Weights of 4-bit floats: MXFP4 (an E8M0 scale for each 32 values) and NVFP4 (an E4M3 scale for each 16 values)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from moeserve.models.checkpoint.tensors import CheckpointTensor, PlainTensor, ReadRows, StoredTensor
 from moeserve.ops.products.interface import MXFP4_GROUP
 
-# O rows, I columns, G groups of 16 or 32 values in a row, e experts
+# O: rows, I: columns, G: groups of 16 or 32 values in a row, e: experts
 
 
 E8M0_NAN = 255
@@ -58,14 +58,16 @@ def check_mxfp4_scales(stored: StoredTensor, scales: Tensor) -> None:
 
 @runtime_checkable
 class Mxfp4Matrices(CheckpointTensor, Protocol):
-    """Matrices [..., O, I] whose codes and scales may be those of MXFP4."""
+    """Matrices [..., O, I] whose codes and scales may be in MXFP4."""
 
     @property
     def is_mxfp4(self) -> bool:
-        """True if codes and scales are those of MXFP4, so that `read_mxfp4` returns them."""
+        """True if codes and scales are in MXFP4, so that `read_mxfp4` can return them."""
 
     def read_mxfp4(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return codes [..., O, I / 2] and exponents [..., O, G] of slices of the first dimension, both uint8.
+        """Return slices `start` to `stop` of the first dimension as codes [..., O, I / 2] and exponents [..., O, G].
+
+        Both are uint8.
 
         Raises:
             CheckpointError: a scale is NaN.
@@ -82,12 +84,12 @@ class Fp4Tensor:
     is_encoded: ClassVar[bool] = True
     codes: StoredTensor  # [..., O, I / 2], or [e, I / 2, O], 8 bits
     scales: StoredTensor  # [..., O, G], or [e, G, O]: E4M3 in NVFP4, E8M0 in MXFP4
-    global_scale: StoredTensor | None = None  # NVFP4's scale for all matrices or for each
+    global_scale: StoredTensor | None = None  # NVFP4's scale: one for all matrices, or one for each
     has_divisor: bool = False  # True: weights are divided by the global scale, as in compressed-tensors
 
     @property
     def is_transposed(self) -> bool:
-        """True if pairs and groups are along the last dimension but one."""
+        """True if pairs of codes and groups are along the second to last dimension."""
         return len(self.codes.shape) == 3 and self.codes.shape[-1] == self.scales.shape[-1]
 
     @property

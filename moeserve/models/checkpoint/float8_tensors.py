@@ -1,4 +1,4 @@
-"""Weights of 8-bit codes, floats (FP8) or integers, with a scale for each block of values."""
+"""Weights of 8-bit codes, which are floats (FP8) or integers, with a scale for each block of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeserve.models.checkpoint.float4_tensors import E8M0_DTYPES, e8m0_values
 from moeserve.models.checkpoint.tensors import PLAIN_DTYPES, ReadRows, StoredTensor
 from moeserve.ops.products.interface import PackedFormat, StoredCodes
 
-# O rows, I columns, B blocks in a row, G blocks in a column
+# O: rows, I: columns, B: blocks in a row, G: blocks in a column
 
 
 PACKED_INPUTS = 128  # inputs that share a scale in packed weights
@@ -47,13 +47,13 @@ class ScaledTensor:
     weight: StoredTensor
     scale: StoredTensor
     dtype: str = "F8_E4M3"  # or "I8"
-    block_size: tuple[int, int] | None = None  # the last blocks may be smaller; None: whole rows, columns or matrices
+    block_size: tuple[int, int] | None = None  # the last blocks may be smaller; None: scale per row, column or matrix
 
     @classmethod
     def build(
         cls, options: Sequence[tuple[str, tuple[int, int] | None]], weight: StoredTensor, scale: StoredTensor
     ) -> ScaledTensor:
-        """Return a tensor with the first dtype and block size of `options` that fit dtype and shapes of its parts."""
+        """Return a tensor with the first dtype and block size in `options` that fit the stored dtype and shapes."""
         candidates = [cls(weight, scale, dtype, block_size) for dtype, block_size in options]
         fitting = (each for each in candidates if each.weight.dtype == each.dtype and each.scale_dims is not None)
         return next(fitting, candidates[0])
@@ -77,7 +77,8 @@ class ScaledTensor:
             return stored if stored == needed else None
         if math.prod(stored) == 1:
             return (1,) * rank
-        # Trailing ones may be left out. [e, n] may also be the scales of columns in [e, I, n].
+        # Trailing ones may be left out of a scale's shape. A shape [e, n] may also mean one scale per column of [e, I,
+        # n].
         forms = {stored + (1,) * (rank - len(stored))}
         if rank == 3 and len(stored) == 2:
             forms.add((stored[0], 1, stored[1]))
@@ -119,7 +120,7 @@ class ScaledTensor:
         *leading, height, width = self.block
         codes, scales = self.read_blocks(read_rows, start, stop)
         first = self.block[0]
-        scales = scales[torch.arange(start, stop) // first - start // first]  # of each row, or of each matrix
+        scales = scales[torch.arange(start, stop) // first - start // first]  # scales of each row, or of each matrix
         if leading:
             scales = scales[:, torch.arange(codes.shape[1]) // height].flatten(0, 1)
         codes_OI = codes.flatten(0, -2)
@@ -127,7 +128,7 @@ class ScaledTensor:
         return values_OI.view(codes.shape)
 
     def read_blocks(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return codes [..., O, I] uint8 of some slices, and scales [..., G, B] float32 of their blocks."""
+        """Return the codes [..., O, I] uint8 of some slices, and the scales [..., G, B] float32 of their blocks."""
         codes = read_rows(self.weight, start, stop).view(torch.uint8)
         if self.dtype != "I8" and int((codes & FP8_NAN).amax()) == FP8_NAN:
             raise self.weight.wrong("holds NaN; fetch it again")
@@ -143,13 +144,13 @@ class ScaledTensor:
 
     @property
     def packed_format(self) -> PackedFormat | None:
-        """The format of packed weights with the same codes and scales; None also for a tensor that `check` refuses."""
+        """The format of packed weights with the same codes and scales; None also if `check` refuses the tensor."""
         is_fp8 = self.dtype == self.weight.dtype == "F8_E4M3"
         return "fp8" if is_fp8 and self.scale_dims is not None else None
 
     @property
     def block_inputs(self) -> int:
-        """Number of inputs that share a scale, a divisor of PACKED_INPUTS."""
+        """Number of inputs in a packed group that share a scale; a divisor of PACKED_INPUTS."""
         width = self.block[-1]
         return PACKED_INPUTS if width == self.shape[-1] else math.gcd(width, PACKED_INPUTS)
 
@@ -167,7 +168,7 @@ class ScaledTensor:
         return StoredCodes(codes.reshape(-1, codes.shape[-1]), scales.flatten(0, -2).contiguous())
 
     def _read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        """Return the scales [..., G, B] float32 of the blocks of some slices."""
+        """Return the scales [..., G, B] float32 of the blocks of slices `start` to `stop` of the first dimension."""
         assert self.scale_dims is not None
         first = self.block[0]
         scales = read_rows(self.scale, start // first, -(-stop // first))

@@ -1,4 +1,4 @@
-"""One repository of a hub, through the huggingface_hub library. Each failure has a named error."""
+"""One repository of a hub, accessed by the huggingface_hub library. Each kind of failure has its own error message."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from moeserve.machine import installed_version, shown_bytes
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_ANSWER = 60.0  # of one request for a part of a file
+SECONDS_TO_ANSWER = 60.0  # timeout of one request for a part of a file
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG_IN = "log in with `hf auth login` (earlier: `huggingface-cli login`) or set HF_TOKEN"
 
 
 class HubClient:
-    """A repository at one commit, and its folder in the library's cache."""
+    """A repository at one commit, and the commit's folder in the cache of huggingface_hub."""
 
     def __init__(self, model: HubModel, wanted: Sequence[str], *, only_cached: bool = False) -> None:
         """Find the commit of the model's revision, and fetch small files at this commit.
 
-        If the hub cannot be reached, or HF_HUB_OFFLINE=1, the commit is the one that the cache has for the revision.
+        If the hub cannot be reached, or HF_HUB_OFFLINE=1, use the commit that the cache has for the revision.
 
         Args:
-            wanted: names or patterns of the files. Those that the repository lacks are left out.
-            only_cached: do not reach for the hub.
+            wanted: names or patterns of the files to fetch. Names that the repository lacks are ignored.
+            only_cached: do not connect to the hub.
 
         Raises:
             SettingsError: huggingface_hub is not installed.
@@ -72,7 +72,7 @@ class HubClient:
             return {file.rfilename: file.size or 0 for file in found.siblings or ()}
 
     def fetch(self, sizes: Mapping[str, int], *, shows_progress: bool) -> None:
-        """Fetch files into the cache, except for those that it has. A later call continues an interrupted one.
+        """Fetch files into the cache, except for files that the cache has. A later call continues an interrupted fetch.
 
         Args:
             sizes: size of each file in bytes, by name.
@@ -104,7 +104,7 @@ class HubClient:
             raise CheckpointError(f"{self.model.repository} at {self._endpoint} holds no {', '.join(lacking)}")
 
     def read(self, file: str, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """Return a part of a file, without fetching the rest, and the size of the file.
+        """Return a part of a file, without fetching the rest, and the size of the whole file in bytes.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -123,7 +123,7 @@ class HubClient:
             total = response.headers.get("Content-Range", "").rpartition("/")[2]
             if total.isdecimal():
                 return response.content, int(total)
-        return response.content[start : start + num_bytes], len(response.content)  # the server knows no ranges
+        return response.content[start : start + num_bytes], len(response.content)  # the server does not support ranges
 
     @property
     def _own_name(self) -> dict[str, str]:
@@ -137,10 +137,10 @@ class HubClient:
         shows_progress: bool = False,
         may_lack_files: bool = False,
     ) -> Path:
-        """Fetch files that match patterns, except for those that the cache has. Return the folder of the commit.
+        """Fetch files that match patterns, except for files that the cache has. Return the folder of the commit.
 
         Args:
-            may_lack_files: accept what the cache has if the hub cannot be reached.
+            may_lack_files: if the hub cannot be reached, return what the cache has, even if files are missing.
         """
         with self._errors_named(), _quiet(self._library.utils, shows_progress):
             try:
@@ -161,7 +161,7 @@ class HubClient:
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
-        """Raise CheckpointError for every error of the library and of the libraries that it uses."""
+        """Turn every error of huggingface_hub, and of the libraries that it uses, into a CheckpointError."""
         try:
             yield
         except CheckpointError:
@@ -172,7 +172,7 @@ class HubClient:
     def _named(self, error: Exception) -> CheckpointError:
         errors, name, revision = self._library.errors, self.model.repository, self.model.revision or "main"
         is_local = isinstance(error, errors.LocalEntryNotFoundError)
-        if is_local and isinstance(error.__cause__, errors.HfHubHTTPError):  # the answer that led to the cache
+        if is_local and isinstance(error.__cause__, errors.HfHubHTTPError):  # raised before the cache was tried
             return self._named(error.__cause__)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, errors.GatedRepoError):
@@ -220,7 +220,7 @@ class HubClient:
 
 @contextlib.contextmanager
 def _quiet(utils: Any, shows_progress: bool) -> Iterator[None]:
-    """Suppress the library's warnings, which are about our patterns, and its progress bars unless they are wanted."""
+    """Suppress the library's warnings about our patterns, and its progress bars unless `shows_progress`."""
     level, were_enabled = utils.logging.get_verbosity(), not utils.are_progress_bars_disabled()
     utils.logging.set_verbosity_error()
     if not shows_progress:

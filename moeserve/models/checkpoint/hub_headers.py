@@ -1,7 +1,7 @@
 """Descriptions of checkpoints in a hub: config, tokenizer, and the headers of weights, without the weights.
 
-A description is a folder in moeserve's cache that is read like the checkpoint itself. Each file of weights has its size
-and its header; the rest is a hole that takes no space on a disk and reads as zeros.
+A description is a folder in moeserve's cache that is read like the checkpoint itself. Each file of weights has its full
+size, but contains only its header. The rest is a hole, which takes no space on a disk and reads as zeros.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from moeserve.models.gguf.reader import open_gguf
 
 FILES_AT_ONCE = 8
 BYTES_OF_LENGTH = 8  # a safetensors file begins with the length of its header
-FIRST_BYTES = 2**17  # of a safetensors file: most headers are shorter
+FIRST_BYTES = 2**17  # bytes of a safetensors file that are read first: most headers are shorter
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-FIRST_GGUF_BYTES = 2**24  # of a GGUF file, whose header holds the vocabulary
+FIRST_GGUF_BYTES = 2**24  # bytes of a GGUF file that are read first: its header holds the vocabulary
 
 
 def write_description(hub: HubClient, companions: Sequence[str], weights: Sequence[str]) -> Path:
-    """Return the folder of a description. It is written on first use.
+    """Return the folder of a description, which is written on first use.
 
     Args:
-        companions: names of the files beside the weights, which the hub's cache has.
+        companions: names of the files beside the weights. The hub's cache must have these files.
         weights: names of the safetensors or GGUF files whose headers are wanted.
 
     Raises:
@@ -41,7 +41,7 @@ def write_description(hub: HubClient, companions: Sequence[str], weights: Sequen
     def is_complete() -> bool:
         return folder.is_dir() and all(
             file.exists() for file in folder.rglob("*")
-        )  # the hub's cache has what links name
+        )  # True only if the hub's cache has the files that links point to
 
     def write(partial: Path) -> None:
         for name in (*companions, *weights):
@@ -55,7 +55,7 @@ def write_description(hub: HubClient, companions: Sequence[str], weights: Sequen
 
 
 def _copy_header(hub: HubClient, name: str, path: Path) -> None:
-    """Write a file with the header of a file of weights, and its size."""
+    """Write a file that has the header and the size of a file of weights, but no weights."""
     if path.suffix == ".gguf":
         _copy_gguf_header(hub, name, path)
     else:
@@ -75,7 +75,7 @@ def _copy_length_and_header(hub: HubClient, name: str, path: Path) -> None:
 
 
 def _copy_gguf_header(hub: HubClient, name: str, path: Path) -> None:
-    """Also copy the factors of rotary frequencies, which belong to the model's config."""
+    """Copy the header, and the factors of rotary frequencies, which belong to the model's config."""
     num_bytes = FIRST_GGUF_BYTES
     while True:
         data, size = hub.read(name, 0, num_bytes)

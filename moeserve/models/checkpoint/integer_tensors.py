@@ -1,7 +1,7 @@
 """Weights as integers of 2 to 8 bits, in the formats of GPTQ, AWQ and compressed-tensors: codes with scales and zeros.
 
 weight = (code - zero point) * scale, with one scale and one zero point for each output and group of inputs. Codes and
-zero points are packed into int32 words, the first in the lowest bits, without gaps.
+zero points are packed into int32 words without gaps, beginning with the lowest bits.
 
 Sources: https://github.com/AutoGPTQ/AutoGPTQ, https://github.com/casper-hansen/AutoAWQ,
 https://github.com/vllm-project/compressed-tensors.
@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.models.checkpoint.tensors import CheckpointTensor, ReadRows, StoredTensor
 from moeserve.ops.products.interface import INT4_GROUP
 
-# G groups of inputs, R some of the outputs
+# O: outputs, I: inputs, G: groups of inputs, R: some of the outputs
 
 NUM_BITS = (2, 3, 4, 8)  # sizes of codes that are supported
 WORD_BITS = 32
@@ -29,26 +29,26 @@ WORD_BITS = 32
 
 @runtime_checkable
 class GroupedTensor(CheckpointTensor, Protocol):
-    """A tensor whose codes and scales may be those of packed int4 weights."""
+    """A tensor whose codes and scales may be kept in packed int4 weights."""
 
     def has_packed_groups(self, read_rows: ReadRows) -> bool:
-        """Return True if codes have 4 bits, and a group consists of whole groups of packed weights or of all inputs."""
+        """Return True if codes have 4 bits, and each group has all inputs or a whole number of packed groups."""
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        """Return scales [stop - start, ..., ceil(I / INT4_GROUP)] of slices of the first dimension, none negative."""
+        """Return scales [stop - start, ..., ceil(I / INT4_GROUP)] of slices of the first dimension, all at least 0."""
 
 
 @dataclass(frozen=True)
 class IntegerStorage:
     """The layout of codes, scales and zero points in their tensors.
 
-    Without transposition, their shapes are [O, I], [O, G] and [O, G], with the packed dimension divided by the codes in
-    a word.
+    Without transposition, the shapes are [O, I] for codes, and [O, G] for scales and zero points. The packed dimension
+    is divided by the number of codes in a word.
     """
 
     is_transposed: bool
     code_dim: int  # dimension of the stored tensor along which codes are packed into words
-    zero_dim: int  # the same for zero points
+    zero_dim: int  # dimension along which zero points are packed into words
     order: tuple[int, ...] | None = None  # index of each code of a word in unpacked order; None: the codes are in order
     zero_offset: int = 0  # added to stored zero points
 
@@ -63,7 +63,7 @@ def unpack(words: Tensor, dim: int, bits: int, order: tuple[int, ...] | None = N
     """Return the codes (uint8) in a matrix of int32 words. Dimension `dim` becomes 32 / `bits` times as long."""
     rows = words if dim == 1 else words.T
     bytes_ = rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    num_bytes = bits // math.gcd(bits, 8)  # the least that hold whole codes
+    num_bytes = bits // math.gcd(bits, 8)  # the smallest number that holds whole codes
     if num_bytes > 1:
         bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.shape[1] % num_bytes))
         shifts = 8 * torch.arange(num_bytes, device=words.device)
@@ -77,7 +77,7 @@ def unpack(words: Tensor, dim: int, bits: int, order: tuple[int, ...] | None = N
 
 
 def num_words(num_codes: int, bits: int) -> int:
-    """Return the number of words that hold some codes."""
+    """Return the number of 32-bit words that hold `num_codes` codes."""
     return -(-num_codes * bits // WORD_BITS)
 
 
@@ -92,8 +92,8 @@ class IntegerTensor:
     scales: StoredTensor
     zeros: StoredTensor | None = None  # None: the zero point is the middle code
     group_of_input: StoredTensor | None = None  # [I]; None: the inputs of a group are consecutive
-    is_reordered: bool = False  # groups may be of any inputs, so that `group_of_input` is needed
-    num_inputs: int | None = None  # None: the words of a row have no codes beyond its end
+    is_reordered: bool = False  # a group may consist of any inputs, so `group_of_input` is needed
+    num_inputs: int | None = None  # None: rows have no padding, so the size of `codes` determines it
 
     @classmethod
     def build(
@@ -107,7 +107,7 @@ class IntegerTensor:
         shape: Sequence[int] | None = None,
         is_reordered: bool = False,
     ) -> IntegerTensor:
-        """Return a tensor whose codes have the first size of `options` that fits the shapes of its parts.
+        """Return a tensor whose codes have the first number of bits in `options` that fits the shapes of the parts.
 
         Args:
             shape: the tensor's shape, if a checkpoint stores it.
@@ -141,7 +141,7 @@ class IntegerTensor:
 
     @property
     def group_size(self) -> int:
-        """Number of inputs in a group, where groups are equal."""
+        """Number of inputs in a group, if all groups have the same size."""
         return self.shape[1] // self.num_groups
 
     def has_packed_groups(self, read_rows: ReadRows) -> bool:
@@ -208,7 +208,7 @@ class IntegerTensor:
         return scales_RG.repeat_interleave(num_packed_groups, dim=1)
 
     def _read_groups(self, read_rows: ReadRows) -> Tensor | None:
-        """Return the group of each input [I]; None if groups are equal and of consecutive inputs.
+        """Return the group of each input [I]; None if groups are equally large and consist of consecutive inputs.
 
         Raises:
             CheckpointError: a group does not exist.
@@ -226,7 +226,8 @@ class IntegerTensor:
     ) -> Tensor:
         """Return the part of a stored tensor for outputs `start` to `stop`, [R, I] or [R, G]."""
         output_dim = 1 if self.storage.is_transposed else 0
-        # If outputs are packed, whole words are read, and of 3 bits whole runs of words that end with a code.
+        # If outputs are packed, read whole words. Codes of 3 bits cross words, so read runs of words that end with a
+        # code.
         words = self.bits // math.gcd(self.bits, WORD_BITS) if packed_dim == output_dim else 1
         outputs = words * WORD_BITS // self.bits if packed_dim == output_dim else 1
         first, last = start // outputs * words, -(-stop // outputs) * words

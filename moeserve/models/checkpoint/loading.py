@@ -1,7 +1,7 @@
-"""Loading of a model's weights from the shards of a checkpoint, or filling with random numbers.
+"""Loads a model's weights from the shards of a checkpoint, or fills them with random numbers.
 
-Little memory is used besides the model: shards are mapped, the mapping is often dropped so that copied pages do not
-accumulate, and encoded tensors are decoded in slices.
+Loading uses little memory besides the model. Shards are mapped, the mapping is dropped often so that pages that were
+copied do not accumulate, and encoded tensors are decoded in slices.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Destinations:
 
     into: dict[str, list[Destination]]
     is_ignored: Callable[[str], bool] = _none_is_ignored  # True for names of tensors that this rank does not need
-    frequencies: tuple[Tensor, ...] = ()  # of rotary embeddings, which are computed; [F] each
+    frequencies: tuple[Tensor, ...] = ()  # computed frequencies of rotary embeddings, [F] each
 
 
 def _do_nothing(place: Destination) -> None:
@@ -103,12 +103,12 @@ def load_weights(
     """Copy every tensor of a checkpoint to its destinations, in the model's dtype.
 
     Names, shapes and dtypes are checked before the first byte is copied. `destinations.into` is emptied during loading,
-    so that the memory of open weights is released once they have been packed.
+    so that the memory of unpacked weights is released once they have been packed.
 
     Args:
         on_filled: called with each destination when its memory has been filled.
-        ignore_unused: tensors that the model does not read, and that could change its output, are no error.
-        piece_values: values copied at once, but at least one slice of the first dimension.
+        ignore_unused: True: tensors that the model does not read are no error, even if they could change its output.
+        piece_values: number of values to copy at once; at least one slice of the first dimension is copied.
 
     Raises:
         CheckpointError: tensors are missing or unknown, have a wrong shape or dtype, or contain an encoded NaN.
@@ -157,7 +157,7 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
             match module:
                 case RMSNorm():
                     weight.fill_(1.0)
-                case Router() if name == "table":  # consecutive experts, so that a token has no expert twice
+                case Router() if name == "table":  # use consecutive experts, so that a token has no expert twice
                     first_V1 = torch.arange(len(weight), device=weight.device)[:, None] * 7
                     number_K = torch.arange(weight.shape[1], device=weight.device)
                     weight.copy_((first_V1 + number_K) % module.config.num_experts)
@@ -176,7 +176,7 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
 
 
 def _check_names(checkpoint: Checkpoint, destinations: Destinations, read_rows: ReadRows, ignore_unused: bool) -> None:
-    """Raise CheckpointError if tensors are missing, or if unused ones could change the model's output."""
+    """Raise CheckpointError if tensors are missing, or if unused tensors could change the model's output."""
     folder, into = checkpoint.folder, destinations.into
     unused = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
     if missing := checkpoint.shown(into.keys() - checkpoint.names):
@@ -200,7 +200,7 @@ def _check_names(checkpoint: Checkpoint, destinations: Destinations, read_rows: 
 
 
 def check_tensors(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> None:
-    """Raise CheckpointError if shapes or dtypes do not match the model."""
+    """Raise CheckpointError if shapes or dtypes of tensors do not match the model."""
     for name, places in into.items():
         tensor, shown = checkpoint.tensors[name], checkpoint.stored_names.get(name, name)
         tensor.check()
@@ -225,7 +225,7 @@ def _num_bytes(place: Destination) -> int:
 def fill_place(
     place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, piece_values: int, progress: ProgressBar
 ) -> None:
-    """Copy a part of a tensor to its destination. The arguments are those of `load_weights`."""
+    """Copy the part of a tensor that belongs to a destination. See `load_weights` for the arguments."""
     memory = place.memory
     if memory.numel() == 0:  # this rank has no part of the tensor
         return
@@ -277,7 +277,7 @@ def fill_place(
     if scales_RG is not None:
         assert isinstance(tensor, GroupedTensor)
         cuts = list(others)
-        if len(place.part) == len(place.shape):  # the last cut is one of inputs
+        if len(place.part) == len(place.shape):  # the last cut is along the inputs
             cuts[-1] = slice(cuts[-1].start // INT4_GROUP, -(-cuts[-1].stop // INT4_GROUP))
         part_of_scales = (slice(None), *cuts)
         scales = tensor.read_scales(read_rows, first.start, first.stop)[part_of_scales]
@@ -290,5 +290,5 @@ def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:
 
 
 def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[ScaledTensor]:
-    """Return True if codes and scales have the model's blocks, so that they can be copied without decoding."""
+    """Return True if the tensor has the same blocks as the model, so that codes and scales are copied undecoded."""
     return isinstance(tensor, ScaledTensor) and tensor.dtype != "I8" and tensor.block == (BLOCK, BLOCK)

@@ -1,6 +1,7 @@
 """Reads rows of safetensors files from mapped memory or elsewhere, for engines that read tensors again and again.
 
-The library's own slices lose some bytes each time (safetensors 0.8), which adds up over thousands of updates.
+The slices of the safetensors library leak some bytes at each read (version 0.8), which adds up over thousands of
+updates.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ DTYPES = {
 
 
 class MappedFiles:
-    """Mapped files, until this object is deleted. Their headers must have been checked before."""
+    """Files that stay mapped until this object is deleted. Their headers must have been checked before."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, tuple[dict[str, int], Tensor]] = {}  # where each tensor begins, and all bytes
+        self._files: dict[Path, tuple[dict[str, int], Tensor]] = {}  # offset of each tensor, and all bytes of the file
 
     def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return a view of rows of a tensor. See `rows_of`."""
+        """Return a view of rows `start` to `stop` of a tensor. See `rows_of`."""
         starts, bytes_B = self._opened(stored.shard)
         first = starts[stored.name]
         return rows_of(stored, start, stop, lambda begin, end: bytes_B[first + begin : first + end])
@@ -52,13 +53,13 @@ class MappedFiles:
 
 
 def rows_of(stored: StoredTensor, start: int, stop: int, read_bytes: Callable[[int, int], Tensor]) -> Tensor:
-    """Return rows of a tensor that is not encoded. A scalar has one row.
+    """Return rows `start` to `stop` of a tensor that is not encoded. A scalar has one row.
 
     Args:
-        read_bytes: returns a range of the tensor's bytes.
+        read_bytes: returns the tensor's bytes from a start to an end.
 
     Raises:
-        CheckpointError: the tensor has another dtype.
+        CheckpointError: the tensor has a dtype that is not in `DTYPES`.
     """
     if stored.dtype not in DTYPES:
         raise stored.wrong(f"is {stored.dtype}; supported: {', '.join(DTYPES)}")

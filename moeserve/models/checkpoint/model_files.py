@@ -1,6 +1,6 @@
 """The files of a model that a user names: a folder, a GGUF file, or a repository of a hub.
 
-This is the only place where a name becomes a path. Everything else reads folders and files.
+Only this module turns a user's name for a model into a path. Everything else reads folders and files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     f"{TEMPLATE_FOLDER}/*.jinja",
 )
-# Everything that is read but weights. No code: files ending with .py are never fetched.
+# All files that are read except weights. Files ending with .py are never fetched, because they contain code.
 DESCRIPTION_FILES = (*TOKENIZER_FILES, "generation_config.json", "hf_quant_config.json", INDEX)
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -85,13 +85,13 @@ class ModelFiles(Protocol):
 def find_model(
     name: str | os.PathLike[str], *, revision: str | None = None, download_dir: str | None = None
 ) -> ModelFiles:
-    """Return the files of a model. If it is in a hub, fetch the files that describe it now, but no weights.
+    """Return the files of a model. If the model is in a hub, fetch the files that describe it, but no weights yet.
 
     Args:
         name: a folder of a checkpoint or of one GGUF model, a GGUF file, OWNER/NAME in a hub, or OWNER/NAME:FILE for a
-            GGUF file there, where FILE may also be a quantisation like Q4_K_M.
+            GGUF file in a hub, where FILE may also be a quantisation like Q4_K_M.
         revision: branch, tag or commit in the hub; None: the main branch.
-        download_dir: folder of the hub's cache; None: the folder that HF_HUB_CACHE or HF_HOME sets, or the default one.
+        download_dir: folder of the hub's cache; None: the folder that HF_HUB_CACHE or HF_HOME sets, or its default.
 
     Raises:
         SettingsError: huggingface_hub is not installed.
@@ -108,7 +108,7 @@ def find_model(
 
 
 def _model_in(path: Path) -> Path:
-    """Return the GGUF file if the path is a folder whose only model is that file. Otherwise return the path.
+    """Return the GGUF file if the path is a folder that holds only this model. Otherwise return the path.
 
     Raises:
         CheckpointError: a folder cannot be opened, or holds several models in GGUF files.
@@ -117,17 +117,17 @@ def _model_in(path: Path) -> Path:
         os.stat(os.path.join(path, "."))
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}; run chmod a+rx on it") from None
-    except (OSError, ValueError):  # no folder, or a name that no file system has
+    except (OSError, ValueError):  # not a folder, or a name that no file system allows
         return path
     try:
         names = sorted(os.listdir(path))
-    except PermissionError:  # files whose names are known can be read
+    except PermissionError:  # files can still be read by their names
         return path
     if "config.json" in names or any(name.endswith(".safetensors") for name in names):
         return path
-    first_of_model: dict[str, str] = {}  # by the name without the number of a part
+    first_of_model: dict[str, str] = {}  # first file of each model, by its name without the number of a part
     for name in names:
-        if name.endswith(".gguf") and not name.startswith("mmproj"):  # the other modalities of a model
+        if name.endswith(".gguf") and not name.startswith("mmproj"):  # mmproj files hold other modalities
             match = GGUF_PART.fullmatch(name)
             first_of_model.setdefault(match["stem"] if match else name, name)
     if len(first_of_model) > 1:
@@ -157,11 +157,11 @@ def find_tokenizer(
 def on_this_host(config: EngineConfig, *, only_cached: bool = False) -> EngineConfig:
     """Return the config with the paths that files from a hub have on this host.
 
-    The files are those of the commits that the driver has found. Each host has a cache of its own, or shares one. Files
-    that this host's cache lacks are fetched.
+    The files are read at the commits that the driver has found. Each host has its own cache, or hosts share a cache.
+    Files that this host's cache lacks are fetched.
 
     Args:
-        only_cached: read files from the hub's cache only, because another process of this host has fetched them.
+        only_cached: read only files in the cache, because another process of this host has fetched them.
 
     Raises:
         SettingsError, CheckpointError: as for `find_model`.
@@ -201,18 +201,18 @@ class HubFiles:
     def __init__(self, model: HubModel, *, only_cached: bool = False) -> None:
         """
         Args:
-            only_cached: read files from the hub's cache only, because another process of this host has fetched them.
+            only_cached: read only files in the cache, because another process of this host has fetched them.
 
         Raises:
             SettingsError, CheckpointError: as for `find_model`.
         """
         self._gguf = model.gguf
-        # A GGUF file holds its config; without any pattern, the library would not find the commit.
+        # A GGUF file contains its config. Without any pattern, huggingface_hub would not find the commit.
         wanted = DESCRIPTION_FILES if self._gguf is None else ("config.json",)
         self._hub = HubClient(model, wanted, only_cached=only_cached)
         self._repository, self.hub_model = self._hub.model.repository, self._hub.model
         cached = self._hub.cached_files
-        self._sizes: Mapping[str, int] = {}  # of all files; empty if the cache has those of weights
+        self._sizes: Mapping[str, int] = {}  # sizes of all files in bytes; empty if the cache has the weights
         self._weights = self._choose(cached)
         self.are_here = bool(self._weights) and {*self._weights} <= {*cached}
         if not self.are_here:
@@ -224,7 +224,7 @@ class HubFiles:
         folder = self._hub.folder
         if not self.are_here and (with_headers or self._gguf is not None):
             folder = write_description(self._hub, self._companions(), self._weights)
-        elif not self.are_here and has_shards(folder):  # those that an interrupted call has fetched
+        elif not self.are_here and has_shards(folder):  # shards that an interrupted call has fetched
             folder = write_description(self._hub, self._companions(), ())
         return self._path_in(folder)
 
@@ -241,14 +241,14 @@ class HubFiles:
         return folder if self._gguf is None else folder / self._weights[0]
 
     def _companions(self) -> list[str]:
-        """Return the names of the cached files that describe a model in safetensors, such as those of its tokenizer."""
+        """Return the names of the cached files that describe a safetensors model, such as the tokenizer's files."""
         if self._gguf is not None:
             return []
         is_wanted = re.compile("|".join(map(fnmatch.translate, DESCRIPTION_FILES))).match
         return [name for name in self._hub.cached_files if is_wanted(name)]
 
     def _choose(self, names: Collection[str]) -> list[str]:
-        """Return the names of the files of weights, given the names of available files; empty if none can be found."""
+        """Return which of the available files `names` are the model's files of weights; empty if none are."""
         if self._gguf is not None:
             return _choose_gguf(names, self._gguf, self._repository)
         index = self._hub.folder / INDEX
@@ -270,7 +270,7 @@ class HubFiles:
             raise CheckpointError(f"{self._repository} is incomplete: it holds no {list_names(lacking)}")
 
     def _lacks(self, what: str) -> CheckpointError:
-        """Return the error for a repository that has no `what`. The message names files that the repository has."""
+        """Return the error for a repository that lacks `what`. The message lists weight files that it has."""
         ggufs = [name for name in self._sizes if name.endswith(".gguf")]
         pickled = [name for name in self._sizes if name.endswith(PICKLED)]
         why = ""
@@ -285,15 +285,15 @@ class HubFiles:
 
 
 def _choose_gguf(names: Collection[str], wanted: str, repository: str) -> list[str]:
-    """Return the names of the parts of one GGUF model; empty if there is none.
+    """Return the names of the files of one GGUF model, which may have several parts; empty if there is none.
 
     Args:
-        wanted: path or name of a file or of a part, with or without its ending; or a quantisation in its name.
+        wanted: path or name of a file or part, with or without the ending .gguf; or a quantisation in the name.
 
     Raises:
         CheckpointError: several models fit.
     """
-    models: dict[str, list[str]] = {}  # parts, by the name without the number of a part and the ending
+    models: dict[str, list[str]] = {}  # parts of each model, by its name without part number and ending
     exact: dict[str, list[str]] = {}
     is_word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(wanted)}(?![A-Za-z0-9_])", re.IGNORECASE).search
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""Translation of the names that a checkpoint stores to those that all families share, once, when it is opened."""
+"""Translates the names of a checkpoint's tensors to names that all families share, once, when it is opened."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moeserve.models.family import DRAFT, Family, Names
 logger = logging.getLogger(__name__)
 
 LAYER = re.compile(r"(?<=\blayers\.)\d{1,9}(?=\.)")
-PLACE = "\0"  # stands for a number, so that equal names of different layers and experts are translated once
+PLACE = "\0"  # stands for a number, so that names that differ only in layer or expert are translated once
 MAX_DIGITS = 10
-AT_PLACE = re.compile(PLACE + r"(\+?)")  # in a translation, a plus behind the number stands for the next one
+AT_PLACE = re.compile(PLACE + r"(\+?)")  # a plus in a translation adds one to the number
 
 
 class Translation:
@@ -25,23 +25,23 @@ class Translation:
     def __init__(self, family: Family, num_layers: int) -> None:
         """
         Args:
-            num_layers: decoder layers, without those for multi-token prediction.
+            num_layers: number of decoder layers, without layers for multi-token prediction.
         """
         self._family = family
         self._num_layers = num_layers
         self._of_form = functools.cache(self._translate_form)
 
     def __call__(self, name: str) -> str | None:
-        """Return the translated name; None: the tensor is not the decoder's."""
+        """Return the translated name; None: the tensor does not belong to the decoder."""
         name = LAYER.sub(self._layer, name)
-        if "mtp" in name or ".draft" in name:  # the number of the module is in the translation
+        if "mtp" in name or ".draft" in name:  # the translation contains the module's number
             return self._translate_form(name)
         numbers = iter(NUMBER.findall(name))
         form = self._of_form(NUMBER.sub(PLACE, name))
         return None if form is None else AT_PLACE.sub(lambda found: _number(next(numbers), found[1]), form)
 
     def _layer(self, match: re.Match[str]) -> str:
-        """Return a layer's number, or for the layers of modules for multi-token prediction: draft0, draft1 ..."""
+        """Return a decoder layer's number, or draft0, draft1 ... for the layers of multi-token prediction."""
         number = int(match[0])
         return match[0] if number < self._num_layers else f"draft{number - self._num_layers}"
 
@@ -64,7 +64,7 @@ def _applied(names: Names, name: str) -> str:
 
 
 def translated(checkpoint: Checkpoint, family: Family, num_layers: int) -> Checkpoint:
-    """Return a checkpoint with the translated names of its tensors, without those that are not the decoder's.
+    """Return the checkpoint with translated names, without tensors that do not belong to the decoder.
 
     Raises:
         CheckpointError: two tensors have the same translation.

@@ -1,7 +1,7 @@
-"""A cache folder of packed weights, which the next start maps instead of packing them again.
+"""A cache folder of packed weights. The next start maps these weights instead of packing them again.
 
-An entry is one safetensors file, named by a hash of everything that its contents depend on. It is renamed into place
-when complete, so a killed process leaves no damaged entry.
+An entry is one safetensors file, named by a hash of everything that its contents depend on. The file gets this name
+only when it is complete, so a killed process leaves no damaged entry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moeserve.ops.native import native_kernels
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; kernels need every tensor to begin at a multiple of it
-PAGE_BYTES = 4096  # at whose multiples experts on disk begin, so that they are read without others
+PAGE_BYTES = 4096  # experts on disk begin at multiples of this, so that no page is read for two
 PARTIAL = ".partial"
 NEW_SECONDS = 10  # age below which a partial file is kept, because its writer may not have locked it yet
 BLOCK_BYTES = 16 * 2**20  # bytes written between two syncs, at which writing can be cancelled
@@ -45,13 +45,13 @@ class Entry:
 
     path: Path
     tensors: dict[str, Tensor]  # [bytes] uint8 each, padded to a multiple of `ALIGNMENT`
-    checksums: dict[str, str]  # by name, of the bytes before the padding: their number and checksum
+    checksums: dict[str, str]  # by tensor name: number of bytes before the padding, and their checksum
 
     def damaged_tensor(self, is_cancelled: Callable[[], bool]) -> str | None:
-        """Read all tensors, and return the name of one whose checksum differs from that in the file, if any.
+        """Read all tensors, and return the name of a tensor with a wrong checksum; None if there is none.
 
         Args:
-            is_cancelled: called repeatedly; once it returns True, the others are not read.
+            is_cancelled: called repeatedly; once it returns True, the remaining tensors are not read.
         """
         for name, stored in self.checksums.items():
             if is_cancelled():
@@ -63,7 +63,7 @@ class Entry:
 
 
 class PackedWeightCache:
-    """A folder of packed weights of at most `max_bytes`, which evicts the least recently used entries.
+    """A folder of packed weights of at most `max_bytes` bytes, which evicts the least recently used entries.
 
     Several processes may use the folder at the same time. Mapped entries stay readable after eviction.
     """
@@ -73,7 +73,7 @@ class PackedWeightCache:
         self.max_bytes = max_bytes
 
     def load(self, key: str) -> Entry | None:
-        """Map an entry. Return None if there is none, or if it cannot be read, or if others could have written it."""
+        """Map an entry. Return None if it does not exist, cannot be read, or others could have written it."""
         path = self._path(key)
         try:
             status = path.stat()
@@ -91,12 +91,12 @@ class PackedWeightCache:
             logger.warning("%s is damaged (%s); it is written again", path, error)
             self.remove(key)
             return None
-        except (OSError, MemoryError, RuntimeError) as error:  # the last two: the address space is limited
+        except (OSError, MemoryError, RuntimeError) as error:  # the last two: limited address space
             logger.warning("%s cannot be read (%s); the weights are packed again", path, error)
             return None
         if (kernels := native_kernels()) is not None:
             for tensor in tensors.values():
-                kernels.advise_large_pages(tensor)  # parts that the kernel has not cached are read in large pages
+                kernels.advise_large_pages(tensor)  # parts that are not in the page cache are read in large pages
         with contextlib.suppress(OSError):  # the folder may be read-only for this process
             os.utime(path)
         return Entry(path, tensors, checksums)
@@ -125,7 +125,7 @@ class PackedWeightCache:
         partial = self.folder / f"{key}.{secrets.token_hex(4)}{PARTIAL}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self._path(key).exists():  # another process has written it in the meantime
+            if self._path(key).exists():  # another process has written the entry in the meantime
                 return True
             self._evict(num_bytes)
             free = shutil.disk_usage(self.folder).free
@@ -172,7 +172,7 @@ class PackedWeightCache:
 def remove_abandoned(folder: Path) -> None:
     """Delete partial files of killed processes."""
     for path in folder.glob(f"*{PARTIAL}"):
-        with contextlib.suppress(OSError), path.open("rb") as file:  # another process has removed or locked it
+        with contextlib.suppress(OSError), path.open("rb") as file:  # OSError: another process removed or locked it
             if time.time() - path.stat().st_mtime > NEW_SECONDS:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
@@ -190,8 +190,8 @@ def hash_key(*facts: object) -> str:
 def fingerprint(files: Iterable[Path]) -> str:
     """Return a hash that changes if the contents of the files change, without reading large files completely.
 
-    It covers names, sizes, the first bytes, and times of change. A file's ctime cannot be set back, so every change of
-    its contents changes the hash. Copying or renaming a file, or changing its permissions, changes the hash too.
+    The hash covers names, sizes, first bytes, and times of change. A file's ctime cannot be set back, so every change
+    of the contents changes the hash. Copying or renaming a file, or changing its permissions, changes the hash too.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -205,7 +205,7 @@ def fingerprint(files: Iterable[Path]) -> str:
 def sampled_digest(files: Iterable[Path]) -> str:
     """Return a hash of files' sizes and parts of their contents, which is the same for all copies of the files.
 
-    The hashes of two models differ unless all the parts that are read are equal.
+    Two models have the same hash only if all these parts are equal.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in files if path.exists()):
@@ -225,7 +225,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _checksum(content_B: Tensor) -> str:
-    """Return the number of bytes, and a checksum: that of the kernels, without which no weights are packed."""
+    """Return the number of bytes and their checksum as text. The checksum is 0 without our kernels, which also pack."""
     kernels = native_kernels()
     return _checksum_text(len(content_B), 0 if kernels is None else kernels.checksums(content_B[None])[0])
 
@@ -241,12 +241,12 @@ def _padded(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def header_of(
     sizes: Mapping[str, int], metadata: Mapping[str, str] | None = None, alignment: int = ALIGNMENT
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the header of a safetensors file, where each tensor begins in the file, and the size of the file.
+    """Return the header of a safetensors file, the offset of each tensor in the file, and the file's size in bytes.
 
     Args:
         sizes: bytes of each tensor.
-        metadata: of the file.
-        alignment: Tensors are padded, so that each begins at a multiple of it.
+        metadata: metadata of the file; None: no metadata.
+        alignment: tensors are padded so that each begins at a multiple of this number of bytes.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     starts, end = {}, 0

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from moeserve.models.checkpoint.packed_cache import Entry, PackedWeightCache
 
 DELAY_SECONDS = 5.0  # delay before writing, so that the first requests are not slowed down
-POLL_SECONDS = 0.1  # interval between checks if the process is exiting
+POLL_SECONDS = 0.1  # interval between checks whether the process is exiting
 LOWEST_PRIORITY = 19
 
 
 class CacheChecker(threading.Thread):
-    """A thread that reads the mapped weights of a model once, and removes the entry if it is damaged.
+    """A thread that reads the mapped weights of a model once, and removes their cache entry if it is damaged.
 
-    A start need not wait for this. The few tokens that are computed meanwhile may be wrong if the disk is damaged.
+    The engine starts without waiting for this check. If the disk is damaged, tokens computed meanwhile may be wrong.
     """
 
     def __init__(self, model: nn.Module, cache: PackedWeightCache, key: str, entry: Entry) -> None:
-        super().__init__(name="packed weight check", daemon=False)  # for the reason given below
+        super().__init__(name="packed weight check", daemon=False)  # see `CacheWriter` for the reason
         self.cancelled = threading.Event()
         weakref.finalize(model, self.cancelled.set)
-        self.damage = ""  # what is damaged, if something is
+        self.damage = ""  # description of the damage; empty: none found
         self._cache, self._key, self._entry = cache, key, entry
 
     def run(self) -> None:
@@ -43,13 +43,14 @@ class CacheChecker(threading.Thread):
 class CacheWriter(threading.Thread):
     """A thread that stores the packed weights of a model in the cache.
 
-    Writing is cancelled when the model is deleted, because the thread holds its memory, and when the process exits,
-    because a short run should not wait for the disk. A longer run completes the entry.
+    Writing is cancelled when the model is deleted, because the thread holds the model's memory. It is also cancelled
+    when the process exits, because a short run should not wait for the disk. A longer run completes the entry.
     """
 
     def __init__(self, model: nn.Module, cache: PackedWeightCache, key: str, state: dict[str, Tensor]) -> None:
-        # daemon=False, also if a daemon thread starts it, so that Python waits for this thread at exit. If the thread
-        # freed tensors after that, the process would abort.
+        # daemon=False, even if a daemon thread starts this thread, so that Python waits for it at exit. If it freed
+        # tensors
+        # after the exit, the process would abort.
         super().__init__(name="packed weight cache", daemon=False)
         self.cancelled = threading.Event()
         weakref.finalize(model, self.cancelled.set)
@@ -71,11 +72,11 @@ class CacheWriter(threading.Thread):
 
 def _yield_to_others() -> None:
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # only of this thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # priority of this thread only
 
 
 def wait_for_cache_writers(*, cancelled_only: bool = False) -> None:
-    """Wait until all writers and checkers of this process have finished, or only those that are cancelled."""
+    """Wait until all writers and checkers of this process have finished; with `cancelled_only`, only cancelled ones."""
     for thread in threading.enumerate():
         if isinstance(thread, CacheWriter | CacheChecker) and (thread.cancelled.is_set() or not cancelled_only):
             thread.join()

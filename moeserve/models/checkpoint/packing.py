@@ -15,7 +15,7 @@ PACKED_STATE_VERSION = 11
 
 
 def fill_panels(places: Iterable[Destination]) -> None:
-    """Prepare all weights that are filled in whole panels to be packed as their rows are read.
+    """Prepare weights whose rows fill whole panels (units of packed rows), so that rows are packed as they are read.
 
     Args:
         places: all destinations of a model without memory.
@@ -33,7 +33,7 @@ def fill_panels(places: Iterable[Destination]) -> None:
 
 
 def _has_whole_panels(place: Destination, weights: AnyWeights) -> bool:
-    """Return True if a destination is rows in order, of which no panel has rows of another destination."""
+    """Return True if a destination's rows are in order, and share no panel with rows of another destination."""
     _, num_outputs, num_inputs = weights.shape
     memory, part_rows = place.memory, num_outputs // weights.num_parts
     if not memory.is_contiguous() or memory.shape[-1] != num_inputs:
@@ -56,7 +56,7 @@ class Packer:
         }
 
     def on_filled(self, place: Destination) -> None:
-        """Count the values of a destination that has been filled, and pack its weight if all its values are loaded.
+        """Count the values of a filled destination, and pack its weight if all values of the weight are loaded.
 
         Must be called once for each destination.
         """
@@ -98,7 +98,7 @@ def state_places(model: nn.Module) -> tuple[dict[str, AnyWeights], dict[str, nn.
 
 
 def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
-    """Set the weights of a model to the tensors of a packed one, instead of filling and packing them.
+    """Use the tensors of a packed model as this model's weights, instead of filling and packing its own.
 
     A tensor may have padding at its end. Return False, without changing the model, if the tensors do not belong to this
     model.
@@ -108,7 +108,7 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}
     if state.keys() != sizes.keys() or any(state[name].nbytes < size for name, size in sizes.items()):
         return False
-    # Set biases before their weights, because the kernels of weights keep the addresses of biases.
+    # Set biases before weights, because kernels of weights keep the addresses of biases.
     for name, parameter in parameters.items():
         parameter.data = state[name][: sizes[name]].view(parameter.dtype).view(parameter.shape)
     for name, weights in panels.items():

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint whose weights are quantised as `quantization="int4"` quantises them."""
+"""The tensors of a checkpoint, with weights quantised as `quantization="int4"` quantises them while loading."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def quantized_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a quantised copy, by their stored names.
 
-    Weights that several modules share, that are divided inside of a row, or that are not quantised stay as they are.
+    Weights stay as they are if several modules share them, if a row is divided over modules, or if the model does not
+    quantise them.
 
     Args:
         into: the destinations of each tensor in a model for one rank, built for `quantization="int4"`.
-        importances: of the inputs [e, I] of weights; others have equal ones.
-        dtype: that of the model.
+        importances: importance of each input of a weight, [e, I]. Inputs of other weights are equally important.
+        dtype: dtype of the model.
     """
     shards = Shards()
     for name, tensor in checkpoint.tensors.items():
@@ -58,7 +59,7 @@ def quantized_tensors(
 
 
 def _format_of(tensor: CheckpointTensor, places: list[Destination]) -> PackedFormat | None:
-    """Return the format in which a tensor can be stored; None: it stays as it is."""
+    """Return the format in which a tensor can be stored; None: the tensor stays as it is."""
     formats = {_format_of_place(tensor, place) for place in places}
     return formats.pop() if len(formats) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints as shards with an index. Their folder gets its name when all files are complete."""
+"""Writes checkpoints as shards with an index. A folder gets its final name when all its files are complete."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], progress: ProgressBar, max_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write tensors, which do not share memory, and their index.
+    """Write tensors to shards, and an index of them. The tensors must not share memory.
 
     Args:
         max_bytes: maximum bytes of the tensors in a file. A larger tensor gets a file of its own.

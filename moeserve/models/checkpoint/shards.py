@@ -32,13 +32,13 @@ LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint. Scales and zero points are parts of the tensor that they belong to."""
+    """The tensors of a checkpoint. The scales and zero points of a tensor are part of it."""
 
     folder: Path
     tensors: dict[str, CheckpointTensor]
     stored_as: str | None  # description of the encoding; None for weights that are not encoded
     stored_bytes: int  # size of all shards
-    stored_names: dict[str, str] = field(default_factory=dict)  # by translated name; empty: names are as stored
+    stored_names: dict[str, str] = field(default_factory=dict)  # by translated name; empty: names are not translated
 
     @property
     def names(self) -> KeysView[str]:
@@ -51,7 +51,7 @@ class Checkpoint:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def shown(self, names: Iterable[str]) -> list[str]:
-        """Return the names under which tensors are stored, sorted. A missing one is named like others of its kind."""
+        """Return the stored names of tensors, sorted. The name of a missing tensor is formed like those of its kind."""
         names = list(names)
         if not names:
             return []
@@ -60,7 +60,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
-    """Read the headers of all shards, without reading weights: at most small tables of shapes.
+    """Read the headers of all shards. No weights are read, except small tables of shapes if needed.
 
     Raises:
         CheckpointError: there are no shards, a shard is missing or damaged, the index is wrong, or a tensor lacks a
@@ -87,14 +87,14 @@ def has_shards(folder: Path) -> bool:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor that a checkpoint stores, by name.
 
-    The index says which shard holds which tensor. Where it is missing, or names shards that are not there beside a file
-    with all weights, the files themselves say it.
+    The index maps tensors to shards. It is ignored if none of its shards exist, and a single file has all weights.
+    Without an index, the headers of all files are read.
 
     Raises:
         CheckpointError: there are no shards, a shard is missing or damaged, or the index is wrong.
     """
     index_path, single = folder / INDEX, folder / SINGLE
-    if not os.path.lexists(index_path):  # a link to nothing is an error
+    if not os.path.lexists(index_path):  # a dangling link is an error
         return _headers_of_shards(folder, single)
     names_in_shard = shards_of_index(index_path)
     if single.is_file() and not any(os.path.isfile(folder / file_name) for file_name in names_in_shard):
@@ -129,18 +129,18 @@ def shards_of_index(index_path: Path) -> dict[str, list[str]]:
 
 
 def names_of_parts(match: re.Match[str]) -> list[str]:
-    """Return the names of all parts of a model, from one part's match of NUMBERED or GGUF_PART."""
+    """Return the names of all parts of a model, given the match of NUMBERED or GGUF_PART with one part's name."""
     digits, (_, suffix) = match["total"], os.path.splitext(match.string)
     return [f"{match['stem']}-{number + 1:0{len(digits)}}-of-{digits}{suffix}" for number in range(int(digits))]
 
 
 def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a checkpoint without an index: of one file, or of all numbered shards.
+    """Return every tensor of a checkpoint without an index, from a single file or from all numbered shards.
 
     Raises:
-        CheckpointError: there are no shards, or one is missing.
+        CheckpointError: there are no shards, or a shard is missing.
     """
-    if os.path.lexists(single):  # even a link to nothing, which is then named
+    if os.path.lexists(single):  # even a dangling link, so that the error names it
         return read_header(single)
     try:
         names = sorted(os.listdir(folder))
@@ -169,14 +169,14 @@ def _headers_of_shards(folder: Path, single: Path) -> dict[str, StoredTensor]:
 
 
 class Shards:
-    """Mapped shards, which are released together whenever REMAP_BYTES have been read from them."""
+    """Mapped shards. All mappings are released whenever REMAP_BYTES have been read."""
 
     def __init__(self) -> None:
         self._mapped: dict[Path, Any] = {}
         self._num_bytes_read = 0
 
     def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Return a view of rows in the mapping, which must be copied and released at once. A scalar has one row."""
+        """Return a view of mapped rows, which the caller must copy and release at once. A scalar has one row."""
         if self._num_bytes_read >= REMAP_BYTES:
             self._mapped.clear()
             self._num_bytes_read = 0
@@ -216,7 +216,7 @@ def open_shard(shard: Path) -> safe_open:
 
 
 def _shown(name: str, stored: str | None, other: str | None) -> str:
-    """Return the stored name of a tensor, or that of another of its kind with its numbers."""
+    """Return the stored name of a tensor; or else the name `other` of the same kind, with the numbers of `name`."""
     if stored is not None or other is None:
         return stored or name
     numbers = NUMBER.findall(name)
@@ -227,7 +227,7 @@ def _shown(name: str, stored: str | None, other: str | None) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return a text that lists the first few names, and the number of the others."""
+    """Return a text with the first few names, and the number of remaining names."""
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return ", ".join(names[:MAX_NAMES_SHOWN]) + more
 
@@ -238,7 +238,7 @@ def read_header(shard: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    if not os.path.lexists(shard):  # False also for names that no file system has
+    if not os.path.lexists(shard):  # False also for names that no file system allows
         raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it; fetch it")
     stored = {}
     with open_shard(shard) as tensors:

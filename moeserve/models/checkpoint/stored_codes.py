@@ -1,4 +1,4 @@
-"""Weights whose codes and scales are packed as the checkpoint stores them, because CPU kernels read them."""
+"""Weights that are packed with the codes and scales that the checkpoint stores. CPU kernels can read them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from moeserve.ops.products.interface import (
     StoredRows,
 )
 
+
 @runtime_checkable
 class TypedTensor(CheckpointTensor, Protocol):
-    """A tensor of the model that a checkpoint stores in a type, such as Q4_K."""
+    """A tensor of the model that a checkpoint stores in a named type, such as Q4_K."""
 
     @property
     def type_name(self) -> str: ...
@@ -32,31 +33,32 @@ class TypedTensor(CheckpointTensor, Protocol):
 
 @runtime_checkable
 class CodedTensor(TypedTensor, Protocol):
-    """A tensor whose codes and scales packed weights can keep."""
+    """A tensor whose stored codes and scales can be kept in packed weights."""
 
     @property
     def stored_name(self) -> str:
-        """The name in the file."""
+        """The tensor's name in the file."""
 
     @property
     def packed_format(self) -> PackedFormat | None:
-        """The format of packed weights with the same codes and scales; None: there is none."""
+        """The format of packed weights with the same codes and scales; None: there is no such format."""
 
     @property
     def block_inputs(self) -> int:
-        """Number of inputs in a block of codes with their scales."""
+        """Number of inputs in a block, which has its own scales."""
 
     def read_codes(self, read_rows: ReadRows, part: tuple[slice, ...], inputs: slice, unit: int) -> StoredCodes:
-        """Return the rows of a part as they are stored.
+        """Return the rows of a part of the tensor, in their stored form.
 
         Args:
             part: slices of all dimensions but the last.
+            inputs: slice of the last dimension.
             unit: number of inputs that share a scale in the packed weights.
         """
 
 
 def keep_stored(checkpoint: Checkpoint, into: dict[str, list[Destination]]) -> str:
-    """Prepare all weights whose tensors the kernels can read as they are stored.
+    """Prepare weights to keep the checkpoint's codes, if kernels can read these.
 
     Args:
         into: the destinations of each tensor, by name. The memory of weights may be on the meta device.
@@ -97,7 +99,7 @@ def fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows) -> N
 
 
 def num_bytes(place: Destination) -> int:
-    """Return the size of a destination after packing."""
+    """Return the size of a destination in bytes after packing."""
     assert place.owner is not None
     return place.owner.num_packed_bytes * place.memory.numel() // math.prod(place.owner.shape)
 
@@ -109,8 +111,8 @@ def _inputs_of(place: Destination) -> slice:
 def _stored_rows(
     weights: AnyWeights, parts: list[tuple[Destination, CheckpointTensor | None]]
 ) -> tuple[StoredRows, ...] | str:
-    """Return the rows of each weight, none if its tensors are not quantised, or why it cannot stay as it is stored."""
-    formats: dict[int, tuple[int, PackedFormat]] = {}  # by first row: number of rows and format
+    """Return the stored rows of each weight; empty if not quantised; or a text why the codes cannot be kept."""
+    formats: dict[int, tuple[int, PackedFormat]] = {}  # number of rows and format, by first row
     for place, tensor in parts:
         if not isinstance(tensor, TypedTensor) or tensor.type_name in ("F32", "F16", "BF16"):
             return ()
@@ -143,7 +145,7 @@ def _stored_rows(
 
 
 def is_aligned(place: Destination, block_inputs: int, weights: AnyWeights) -> bool:
-    """Return True if a destination has whole rows of one weight, and its chunks begin where blocks can be cut."""
+    """Return True if a destination has whole rows of one weight, and blocks can be cut where its chunks begin."""
     num_outputs, num_inputs = weights.shape[1:]
     num_rows = math.prod(place.memory.shape[:-1])
     is_whole_rows = place.memory.stride()[-2:] == (num_inputs, 1) and place.memory.shape[-1] == num_inputs
@@ -154,6 +156,6 @@ def is_aligned(place: Destination, block_inputs: int, weights: AnyWeights) -> bo
 
 
 def _unit_of(block_inputs: int, weights: AnyWeights) -> int:
-    """Return the number of inputs that packed weights store together."""
+    """Return the number of inputs that share a scale in packed weights."""
     chunks = weights.chunks or InputChunks(weights.shape[2], keeps_float32=False)
     return math.gcd(block_inputs, chunks.size)

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint: as the header of a shard describes them, and plain ones.
+"""Tensors of a checkpoint: their description in the header of a shard, and tensors that are not encoded.
 
-Encoded weights are decoded to float32, slice by slice. Formats may also specify how to quantise activations; this is
+Encoded weights are decoded to float32, slice by slice. Formats may also specify how to quantise activations, which is
 ignored.
 """
 
@@ -32,7 +32,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the shard, from the width in bits that safetensors' name of the dtype contains."""
+        """Size in bytes in the shard. The dtype's safetensors name contains the number of bits of a value."""
         bits = 8 if self.dtype == "BOOL" else int(re.findall(r"\d+", self.dtype)[0])
         return math.prod(self.shape) * bits // 8
 

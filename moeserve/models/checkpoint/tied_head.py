@@ -1,4 +1,4 @@
-"""Tells whether the output head is the embedding. What a checkpoint stores decides, before what its config says."""
+"""Determines whether the output head is the embedding, by the stored weights rather than the config."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ROWS_AT_ONCE = 4096
 
 
 def stored_head_is_tied(folder: Path, weight_format: WeightFormat, family: Family) -> bool | None:
-    """Return True if a checkpoint stores no head, or one that equals the embedding; None if it stores no weights.
+    """Return True if a checkpoint stores no head, or a head equal to the embedding; None if it stores no weights.
 
-    Some configs say that the head is the embedding although another one is stored: wrappers of several models write
-    the default of their own flag.
+    Some configs say that the head is the embedding although another head is stored, because configs of multimodal
+    models write the default of their own flag.
 
     Raises:
         CheckpointError: a shard is missing or damaged.

@@ -1,8 +1,8 @@
 """Tokenizers of checkpoints whose only vocabulary is a tiktoken file (Kimi and Moonlight).
 
 A tiktoken file holds the bytes and the rank of every token, but not the rule that splits text into words before tokens
-are merged. Published checkpoints define this split in Python code, which is never run. The splits of the published
-modules are listed here by module name instead.
+are merged. Published checkpoints define this split in Python code, which moeserve never runs. This module has the
+splits of published Python modules, by module name.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def load_tiktoken(folder: Path) -> Any | None:
     """Return the tokenizer of a folder with tiktoken.model, or None if its split is not known.
 
     The result is a PreTrainedTokenizerFast that gives the same ids as the `tiktoken` library with the published split.
-    There is one exception: to protect that library's stack, the published code also splits text without white space
-    every 25,000 characters; here such text is not split. Tokens after the ranks are matched anywhere in a text. They
+    There is one exception: the published code also splits text without white space every 25,000 characters, to protect
+    the stack of `tiktoken`. Here, such text is not split. Tokens after the ranks are matched anywhere in a text. They
     are special tokens if tokenizer_config.json marks them as special.
 
     Raises:
@@ -75,7 +75,7 @@ def load_tiktoken(folder: Path) -> Any | None:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the tokens of a tiktoken file with their ranks, which are their ids.
+    """Return the tokens of a tiktoken file with their ranks, which are also the token ids.
 
     The ranks are 0, 1, 2, ..., each once, in any order.
 
@@ -99,7 +99,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _code_module(config: dict[str, Any]) -> str:
-    """Return the tokenizer's module from auto_map, such as tokenization_kimi; "" if there is none."""
+    """Return the tokenizer's Python module from auto_map, such as tokenization_kimi; "" if there is none."""
     match config.get("auto_map"):
         case {"AutoTokenizer": str(reference)} | {"AutoTokenizer": [str(reference), *_]}:
             return reference.rpartition("--")[2].partition(".")[0]  # owner/repository--module.Class
@@ -146,5 +146,5 @@ def _build(folder: Path, config: dict[str, Any], split: str, ranks: dict[bytes, 
         clean_up_tokenization_spaces=False,
         **named,
     )
-    tokenizer.name_or_path = str(folder)  # not a constructor argument, which would make transformers query its hub
+    tokenizer.name_or_path = str(folder)  # set here, because as an argument it would make transformers query its hub
     return tokenizer

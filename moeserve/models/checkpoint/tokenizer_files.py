@@ -39,10 +39,10 @@ class LoadedTokenizer:
 
     path: str  # folder of the tokenizer
     backend: Tokenizer
-    special_tokens: Mapping[str, str]  # by their names in chat templates, such as "bos_token"
+    special_tokens: Mapping[str, str]  # by the name in chat templates, such as "bos_token"
     chat_templates: Mapping[str, str]  # by name; a single template is "default"
     adds_bos: bool = False  # True: texts begin with bos_token, even if the vocabulary does not add it
-    fast: Any = None  # the transformers object from which it was made; None: transformers was not used
+    fast: Any = None  # the transformers object with the same tokenizer; None: transformers was not used
 
     @classmethod
     def from_transformers(cls, fast: Any, *, adds_bos: bool = False) -> LoadedTokenizer:
@@ -66,7 +66,7 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(folder: str) -> LoadedTokenizer | None:
-    """Load the tokenizer of a folder; None if the folder has no tokenizer file at all.
+    """Load the tokenizer of a folder. Return None if the folder has no tokenizer files.
 
     Raises:
         CheckpointError: there is no such folder, or a tokenizer file is damaged, missing or of an unknown kind.
@@ -107,7 +107,7 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
 
 
 def tokenizer_config(folder: str) -> dict[str, Any]:
-    """Return tokenizer_config.json of a folder without entries that name files; empty if there is none."""
+    """Return tokenizer_config.json of a folder without entries that name files; empty if there is no such file."""
     return {
         name: value
         for name, value in _read(Path(folder) / CONFIG_FILE).items()
@@ -126,7 +126,7 @@ def load_with_transformers(folder: str) -> Any:
     except ImportError as error:
         raise missing_extra(f"reading the tokenizer in {folder} needs transformers", "transformers", error) from None
 
-    # tokenizer.json is complete. A class that the config names may belong to another family and change its meaning.
+    # tokenizer.json is complete. The config may name a class of another family, which would change its meaning.
     loader = PreTrainedTokenizerFast if (Path(folder) / "tokenizer.json").is_file() else AutoTokenizer
     return loader.from_pretrained(folder, use_fast=True, trust_remote_code=False, local_files_only=True)
 
@@ -193,7 +193,7 @@ def _templates_by_name(templates: Any) -> Mapping[str, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file does not exist."""
-    if not os.path.lexists(path):  # a link to nothing is an error
+    if not os.path.lexists(path):  # a dangling link is an error
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}

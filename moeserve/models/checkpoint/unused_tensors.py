@@ -1,6 +1,6 @@
-"""Finds, among the tensors of a checkpoint that the model does not read, those that could change its output.
+"""Finds tensors of a checkpoint that the model does not read, but that could change its output.
 
-A name alone proves nothing, so the values are looked at where they matter.
+A name alone is no proof, so values are compared where they matter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeserve.models.checkpoint.tensors import CheckpointTensor, PlainTensor, Re
 SCALES = re.compile(
     r".*(\.(kv|k|v|q)_(scale|zero_point)|[._](output|activation|input)(_global)?_(scale(_ub)?|zero_point))"
 )
-VALUE_HEAD = re.compile(r"(model\.)?(v_head|value_head)(\.summary)?\.(weight|bias)")  # of reinforcement learning
+VALUE_HEAD = re.compile(r"(model\.)?(v_head|value_head)(\.summary)?\.(weight|bias)")  # for reinforcement learning
 FREQUENCIES = re.compile(r".*\brotary_emb\.(original_)?inv_freq")
 FREQUENCY_TOLERANCE = 2**-7  # relative error of bfloat16, in which some checkpoints store frequencies
 
@@ -31,7 +31,7 @@ def harmful(
     """Return the names of unused tensors that could change the output.
 
     Args:
-        frequencies: of the model's rotary embeddings, [F] each.
+        frequencies: frequencies of the model's rotary embeddings, [F] each.
     """
     return [name for name in names if not _is_harmless(name, tensors[name], frequencies, read_rows)]
 
@@ -39,11 +39,11 @@ def harmful(
 def _is_harmless(name: str, tensor: CheckpointTensor, frequencies: Sequence[Tensor], read_rows: ReadRows) -> bool:
     if not isinstance(tensor, PlainTensor):
         return False
-    if 0 in tensor.shape:  # of networks of width 0
+    if 0 in tensor.shape:  # from networks of width 0
         return True
     if SCALES.fullmatch(name):
         return True
-    if VALUE_HEAD.fullmatch(name):  # one number for each token
+    if VALUE_HEAD.fullmatch(name):  # a head with one value per token
         return tensor.shape[:1] in ((), (1,))
 
     def values() -> Tensor:

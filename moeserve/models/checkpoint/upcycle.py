@@ -1,7 +1,7 @@
 """Conversion of a dense Llama-style checkpoint to an equivalent Mixtral checkpoint.
 
-There are two exact methods. Replicate: every expert is a copy of the feed-forward network, and the router is random;
-the weights of the chosen experts add up to one, so the weighted sum is the dense output, whichever experts are chosen.
+There are two exact methods. Replicate: every expert is a copy of the feed-forward network, and the router is random.
+The weights of the chosen experts add up to one, so the weighted sum is the dense output, whichever experts are chosen.
 Split: each of E experts holds a share of the neurons, all experts are chosen with weight 1/E, and the down projection
 is multiplied by E. Omitting an expert, or weighting it differently, changes the output, so such a model tests routing.
 
@@ -65,12 +65,12 @@ def upcycle(
             name of either in a hub; see `find_model`.
         out: the folder to write; it must be empty or not exist.
         num_experts: experts per layer.
-        top_k: experts per token; None: all in mode "split", otherwise 2 (1 if there is only one).
+        top_k: experts per token; None: all in mode "split", otherwise 2 (1 if there is only one expert).
         mode: the method, "replicate" or "split", see the module's docstring.
-        dtype: dtype of the written weights; "auto": that of the dense checkpoint, or float32 for a GGUF file.
+        dtype: dtype of the written weights; "auto": the dtype of the dense checkpoint, or float32 for a GGUF file.
         seed: seed of the random routers.
         revision, download_dir: as for `find_model`.
-        max_shard_bytes: bytes of the tensors of a file; a larger tensor gets a file of its own.
+        max_shard_bytes: maximum bytes of the tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
         SettingsError: an argument is out of range or contradicts another.
@@ -88,7 +88,7 @@ def upcycle(
     recipe = _Recipe(num_experts, top_k, mode, getattr(torch, dtype_name), seed)
     try:
         with all_or_nothing(out) as folder:
-            source.write_companions(folder)  # first, so that an error occurs before the long conversion
+            source.write_companions(folder)  # first, so that an error is raised before the long conversion
             with progress_bar("upcycle", total=None, is_shown=show_progress) as progress:
                 write_shards(folder, _mixtral_tensors(source, recipe), progress, max_shard_bytes)
             write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
@@ -181,7 +181,7 @@ def _converted(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _mixtral_config(config: DenseSpec, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
-    """Return the values of config.json. All versions of transformers read its names of rotary settings and dtype."""
+    """Return the values of config.json. All versions of transformers read these keys of rotary settings and dtype."""
     values = dataclasses.asdict(config)
     del values["dtype"]
     return values | {

@@ -32,7 +32,7 @@ MXFP4_OF_COMPRESSED_TENSORS = "mxfp4 of compressed-tensors"
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoding of weights. The parts of a weight named P + `suffix` are stored under P + the suffix of each part."""
+    """An encoding of weights. A weight named P + `suffix` is stored as parts named P + each part's own suffix."""
 
     words: str  # description, such as "int4 of GPTQ"
     build: Callable[..., CheckpointTensor]  # takes the parts as keyword arguments
@@ -40,13 +40,14 @@ class Encoding:
     optional_parts: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # suffixes of additional tensors that need not be read
     suffix: str = ""
-    # Variants of the encoding in one checkpoint, such as numbers of bits, which `build` takes as `options` and chooses
-    # from for each weight: the shapes of the parts tell. So lists of modules and patterns of their names need not be
-    # read, which quantisers write by the names of modules, not always by those of tensors.
+    # Variants of the encoding in one checkpoint, such as numbers of bits. `build` takes them as `options`, and chooses
+    # one
+    # for each weight by the shapes of the parts. So the config's lists of modules need not be read, whose names often
+    # differ from those of tensors.
     options: tuple[Any, ...] = ()
     # Suffixes of small tensors that `build` takes as lists of numbers, needed only if there are several options.
     tables: Mapping[str, str] = field(default_factory=dict)
-    dtypes: tuple[str, ...] = ()  # dtypes of the first part, where other encodings have the same names; empty: any
+    dtypes: tuple[str, ...] = ()  # dtypes of the first part, if other encodings use the same names; empty: any dtype
 
     @property
     def is_int4(self) -> bool:
@@ -54,7 +55,7 @@ class Encoding:
         return self.words.startswith("int") and 4 in self.options
 
     def joined(self, other: Encoding) -> Encoding:
-        """Return an encoding with the options of both, which have the same parts."""
+        """Return an encoding with the options of both encodings, which must have the same parts."""
         words = self.words if self.words == other.words else f"{self.words} and {other.words}"
         return dataclasses.replace(
             self,
@@ -79,9 +80,9 @@ class WeightFormat:
     """The form in which a checkpoint stores its weights. Some or all weights may be encoded in several tensors."""
 
     encodings: tuple[Encoding, ...] = ()  # a weight has the first encoding whose parts are all stored
-    method: str | None = None  # the quant_method of the config; None: weights are not quantised
+    method: str | None = None  # the `quant_method` in the config; None: weights are not quantised
     is_int4: bool = False  # weights are int4 codes that packed weights can keep
-    is_mxfp4: bool = False  # experts are in MXFP4, as in gpt-oss or DeepSeek-V4, or may be (see `experts.py`)
+    is_mxfp4: bool = False  # experts are in MXFP4, as in gpt-oss or DeepSeek-V4; preliminary for compressed-tensors
     is_gguf: bool = False  # weights are in GGUF files instead of safetensors
     has_blocks: bool = False  # weights are in blocks that packed weights can keep, as `moeserve quantize` writes them
     keeps_mxfp4: bool = False  # codes and scales of MXFP4 are loaded without decoding
@@ -97,7 +98,7 @@ class WeightFormat:
         return " and ".join(self.words) or None
 
     def with_mxfp4_kept(self) -> WeightFormat:
-        """Return the format changed so that codes and scales of MXFP4 are loaded without decoding."""
+        """Return this format, changed so that codes and scales of MXFP4 are loaded without decoding."""
         assert self.is_mxfp4
         return dataclasses.replace(self, keeps_mxfp4=True)
 
@@ -177,7 +178,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
             return WeightFormat((_BLOCKS,), has_blocks=True)
         case {"quant_method": "mxfp4"}:
             return WeightFormat((STACKED_MXFP4,), is_mxfp4=True)
-        # Weights that are quantised are recognised by their scales, so lists of those that are not are not needed.
+        # Quantised weights are recognised by their scales, so the config's lists of unquantised weights are not needed.
         case {"quant_method": "fp8"} if quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
             match quantization.get("weight_block_size"):
                 case None:
@@ -195,7 +196,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
         case {"quant_method": "fbgemm_fp8"}:
             return _joined([_fp8("_scale")])
         case {"quant_method": "auto-round" | "intel/auto-round", "packing_format": str(packing)}:
-            method = packing.removeprefix("auto_round:").removeprefix("auto_")  # that of GPTQ or AWQ
+            method = packing.removeprefix("auto_round:").removeprefix("auto_")  # the method is GPTQ or AWQ
             return _format_of({**quantization, "quant_method": method}) if method in ("gptq", "awq") else None
         case {"quant_method": "gptq"} if (storage := _gptq_storage(quantization)) is not None:
             bits = _bits_of(quantization)
@@ -203,7 +204,7 @@ def _format_of(quantization: Any) -> WeightFormat | None:
         case {"quant_method": "awq"} if str(quantization.get("version", "gemm")).lower() == "gemm":
             return _joined([_integers("AWQ", AWQ, (4,))]) if _bits_of(quantization) == (4,) else None
         case {"quant_method": "compressed-tensors", "config_groups": dict(groups)} if _are_objects(groups):
-            # Groups without weights quantise activations, and a checkpoint without groups only the KV cache.
+            # Groups without weights only quantise activations. A checkpoint without groups only quantises the KV cache.
             of_weights = [group for group in groups.values() if group.get("weights") is not None]
             if not of_weights and (groups or quantization.get("kv_cache_scheme") is not None):
                 return WeightFormat()
@@ -222,7 +223,7 @@ def _are_objects(groups: Mapping[str, Any]) -> bool:
 
 
 def _joined(encodings: Iterable[Encoding | None]) -> WeightFormat | None:
-    """Return the format of a checkpoint with weights in these encodings, or None if one of them is not supported."""
+    """Return the format of a checkpoint with weights in these encodings, or None if an encoding is not supported."""
     known: dict[Any, Encoding] = {}
     for encoding in encodings:
         if encoding is None:
@@ -259,7 +260,7 @@ def _scaled(words: str, scale: str, dtype: str, block_size: tuple[int, int] | No
 
 
 def _integers(library: str, storage: IntegerStorage, bits: tuple[int, ...], is_reordered: bool = False) -> Encoding:
-    """Return the encoding of integers whose parts have the names of GPTQ."""
+    """Return the encoding of integer weights whose parts have the suffixes of GPTQ."""
     return Encoding(
         _integer_words(bits, library),
         functools.partial(IntegerTensor.build, storage, is_reordered=is_reordered),
@@ -275,20 +276,20 @@ def _integer_words(bits: Iterable[int], library: str) -> str:
 
 
 def _rules_of(quantization: Mapping[str, Any]) -> list[Any]:
-    """Return the values that replace those of the config for some modules: gptqmodel's or auto-round's."""
+    """Return the values with which gptqmodel or auto-round replace the config's values for some modules."""
     rules = [quantization.get("dynamic"), quantization.get("extra_config")]
     found = [value for each in rules if isinstance(each, dict) for value in each.values()]
     return [{} if value is None else value for value in found]
 
 
 def _bits_of(quantization: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the numbers of bits of all codes of a checkpoint, the most usual first; None if one is not supported."""
+    """Return the numbers of bits of all codes in a checkpoint, the default first; None if a number is not supported."""
     found: dict[int, None] = {}
     for values in (quantization, *_rules_of(quantization)):
         if not isinstance(values, dict):
             return None
         bits = values.get("bits", quantization.get("bits"))
-        if isinstance(bits, int) and bits >= 16:  # auto-round lists so what is not quantised
+        if isinstance(bits, int) and bits >= 16:  # auto-round lists unquantised modules in this way
             continue
         if bits not in NUM_BITS or not str(values.get("data_type") or "int").startswith("int"):
             return None
@@ -297,7 +298,7 @@ def _bits_of(quantization: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _is_reordered(quantization: Mapping[str, Any]) -> bool:
-    """Return True if inputs are in the order of their activations, so that a group may have any inputs."""
+    """Return True if inputs are ordered by their activations (desc_act), so that a group may have any inputs."""
     return any(values.get("desc_act") is True for values in (quantization, *_rules_of(quantization)))
 
 
@@ -314,7 +315,7 @@ def _gptq_storage(quantization: Mapping[str, Any]) -> IntegerStorage | None:
 
 
 def _of_modelopt(layer: Any) -> list[Encoding | None]:
-    """Return the encodings of a layer. Scales of stacked experts have another name than those of layers."""
+    """Return the encodings of a layer. The scales of stacked experts are named differently from those of layers."""
     match layer:
         case {"quant_algo": "FP8" | "FP8_PER_CHANNEL_PER_TOKEN"}:
             return [_fp8("_scale"), _fp8("_weight_scale")]
@@ -329,7 +330,7 @@ def _of_modelopt(layer: Any) -> list[Encoding | None]:
 
 
 def _of_compressed_tensors(group: Mapping[str, Any], format_of_all: Any) -> Encoding | None:
-    """Return the encoding of a group of weights, whose own format, if any, replaces the format of all groups."""
+    """Return the encoding of a group of weights. The group's own format takes precedence over `format_of_all`."""
     match {"format": format_of_all} | {name: value for name, value in group.items() if value is not None}:
         case {
             "format": "pack-quantized",

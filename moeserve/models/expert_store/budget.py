@@ -1,4 +1,4 @@
-"""The memory of experts that are read from disk: how many of each layer are in memory at a time."""
+"""The memory for experts that are read from disk: how many experts of each layer are in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from moeserve.models.checkpoint.packed_cache import PAGE_BYTES
 from moeserve.models.decoder import Decoder
 from moeserve.models.summary import Part, loading_memory
 
-ROUNDING = 1e-6  # so that a quarter of 128 experts is 32, wherever bytes are rounded down
-AUTO_SHARE = 0.15  # of free memory that "auto" leaves for steps, the KV cache and the program
+ROUNDING = 1e-6  # added before rounding down, so that a quarter of 128 experts is 32 despite float errors
+AUTO_SHARE = 0.15  # share of free memory that "auto" leaves for steps, the KV cache and the program
 
 ROUTED_EXPERTS = "routed experts"  # the part of a model that may be on disk
-ASSUMED_DISK_RATE = 2e9  # bytes per second, of an SSD on PCIe
+ASSUMED_DISK_RATE = 2e9  # bytes per second: a typical SSD on PCIe
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """The experts of one layer on this rank."""
+    """The number of experts of one layer on this rank, and their size."""
 
     num_experts: int
-    slot_bytes: int  # of one expert: its packed weights, in whole pages
+    slot_bytes: int  # bytes of one expert: its packed weights, in whole pages
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Budget:
     """The number of experts of each layer that are in memory at a time, by the name of the layer."""
 
     slots: Mapping[str, int]
-    num_bytes: int  # of these experts
-    stored_bytes: int  # of all experts
+    num_bytes: int  # bytes of the experts in memory
+    stored_bytes: int  # bytes of all experts
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -49,11 +49,11 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def expert_sizes(model: nn.Module) -> dict[str, ExpertSizes]:
-    """Return the sizes of the experts of each layer, whose weights may be without memory."""
+    """Return the sizes of the experts of each layer, by module name. Weights may be without memory."""
     sizes = {}
     for name, layer in moe_layers(model).items():
         each = [weights.num_packed_bytes // weights.shape[0] for weights in (layer.experts.gate_up, layer.experts.down)]
-        # An expert that does not fill whole pages touches one more, wherever it begins.
+        # An expert that does not fill whole pages may touch one page more, depending on where it begins.
         slot_bytes = sum(
             -(-size // PAGE_BYTES) * PAGE_BYTES + (PAGE_BYTES if size % PAGE_BYTES else 0) for size in each
         )
@@ -64,14 +64,14 @@ def expert_sizes(model: nn.Module) -> dict[str, ExpertSizes]:
 def choose_budget(
     model: Decoder, wanted: int | float | Literal["auto"], free: int, kv_cache_memory: int | None
 ) -> Budget | None:
-    """Return the budget for a model without memory; None if all experts fit, so that none is read from disk.
+    """Return the budget for a model without memory; None if all experts fit, so no expert is read from disk.
 
     Experts that do not fit are marked by `Weights.is_on_disk`.
 
     Args:
-        wanted: bytes for experts on this rank, a share of the memory of all, or "auto": as much as fits.
-        free: bytes that this rank may allocate where its experts are.
-        kv_cache_memory: bytes for the KV cache there; None: "auto" leaves a share of the free memory.
+        wanted: bytes for this rank's experts, or a share of the bytes of all its experts, or "auto": as much as fits.
+        free: bytes that this rank may allocate on the device of its experts.
+        kv_cache_memory: bytes for the KV cache on this device; None: "auto" leaves only its share of the free memory.
 
     Raises:
         SettingsError: the memory is too small for one expert of each layer, or more than is left.
@@ -115,10 +115,10 @@ def _put_on_disk(model: nn.Module, *, is_on_disk: bool) -> None:
 
 
 def outlook(parts: Sequence[Part], num_bytes: int) -> str | None:
-    """Return what `expert_memory` does for a model; None if it fits into memory or its other weights do not.
+    """Return a text on what `expert_memory` would do; None if the model fits, or if the other weights do not fit.
 
     Args:
-        parts: of the whole model, or of one rank.
+        parts: parts of the whole model, or of one rank.
         num_bytes: memory for weights.
     """
     experts = [part for part in parts if part.name == ROUTED_EXPERTS]

@@ -1,6 +1,6 @@
 """The file with a rank's packed weights, from which experts are read while the model runs.
 
-It is a safetensors file. Its last tensor has a checksum of each row of the others.
+The file is a safetensors file. Its last tensor holds a checksum of each row of the other tensors.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class Rows:
-    """The size of a tensor [number, bytes] uint8: the experts of a layer, or a single row for other tensors."""
+    """The size of a tensor [number, bytes] uint8. Rows are the experts of a layer; other tensors have a single row."""
 
     number: int
-    num_bytes: int  # of each row
+    num_bytes: int  # bytes of each row
 
 
 def _header_of(sizes: Mapping[str, Rows]) -> tuple[bytes, dict[str, int], int]:
-    """Return the header of a file, where each tensor begins in it, and its size."""
+    """Return the header of a file, the offset of each tensor in the file, and the file's size in bytes."""
     num_bytes = {name: rows.number * rows.num_bytes for name, rows in sizes.items()}
     checksum_bytes = 8 * sum(rows.number for rows in sizes.values())
     return header_of(num_bytes | {CHECKSUMS: checksum_bytes}, alignment=PAGE_BYTES)
 
 
 class NewStore:
-    """A file that is being filled. It gets its name when it is complete, so a killed process leaves no damaged one."""
+    """A file that is being filled. It gets its name only when complete, so a killed process leaves no damaged file."""
 
     def __init__(self, native: ModuleType, path: Path, sizes: Mapping[str, Rows]) -> None:
         """
+        Args:
+            sizes: the size of each tensor to store, by name.
+
         Raises:
             CheckpointError: the folder cannot be written, or has too little room.
         """
@@ -69,7 +72,7 @@ class NewStore:
             os.fchmod(self._file.fileno(), 0o600)
             fcntl.flock(self._file, fcntl.LOCK_EX)  # held until the file is closed, so that no process removes it
             self._file.truncate(self._num_bytes)
-            if sys.platform == "linux":  # a full disk is noticed now, and not when the mapping is written
+            if sys.platform == "linux":  # reserve the space now, so that a full disk is an error here
                 os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
             self._file.write(header)
             self._file.flush()
@@ -80,12 +83,12 @@ class NewStore:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def rows_of(self, name: str) -> Tensor:
-        """Return a tensor [number, bytes] uint8 in the file."""
+        """Return a tensor [number, bytes] uint8 as a view of the mapped file."""
         start, rows = self._offsets[name], self._sizes[name]
         return self._bytes[start : start + rows.number * rows.num_bytes].view(rows.number, rows.num_bytes)
 
     def finish_rows(self, name: str) -> None:
-        """Compute the checksums of a filled tensor, and write it to the disk, so that it takes no memory any more."""
+        """Compute the checksums of a filled tensor, and write it to the disk, which releases its memory."""
         rows_RB = self.rows_of(name)
         self._checksums[name] = self._native.checksums(rows_RB)
         begin = self._offsets[name] // mmap.PAGESIZE * mmap.PAGESIZE
@@ -107,13 +110,13 @@ class NewStore:
         self.close()
 
     def close(self) -> None:
-        """Close the file, and remove it if it is not complete."""
+        """Close the file. Remove the file if it is not complete."""
         self._partial.unlink(missing_ok=True)
         self._file.close()  # the mapping lives as long as tensors refer to it
 
 
 class StoreFile:
-    """A complete file."""
+    """A complete file of packed weights."""
 
     def __init__(self, native: ModuleType, path: Path, sizes: Mapping[str, Rows]) -> None:
         """
@@ -137,11 +140,11 @@ class StoreFile:
             self.checksums[name], sums = sums[: rows.number], sums[rows.number :]
 
     def mapped_rows(self, name: str) -> Tensor:
-        """Return a tensor [number, bytes] uint8 that is read when it is used."""
+        """Return a mapped tensor [number, bytes] uint8. Pages are read from the file when they are used."""
         rows = self._sizes[name]
         tensor: Tensor = self._file.get_tensor(name)
         return tensor[: rows.number * rows.num_bytes].view(rows.number, rows.num_bytes)
 
     def is_intact(self, name: str, rows_RB: Tensor) -> bool:
-        """Return True if a copy of a tensor has the checksums of the file."""
+        """Return True if `rows_RB`, a copy of a tensor, has the checksums that the file stores."""
         return bool(self._native.checksums(rows_RB) == self.checksums[name])

@@ -1,4 +1,4 @@
-"""Loading of a model whose experts are read from a file while it runs."""
+"""Loads a model whose experts are read from a file while the model runs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 def load_with_store(
     model: Decoder, budget: Budget, path: Path, fill: Callable[[Packer], None], *, says: bool
 ) -> CpuExpertStore:
-    """Load a model whose experts are marked as on disk, and return the store that reads them.
+    """Load a model whose experts are marked as on disk, and return the store that reads the experts.
 
     Args:
-        model: without weights.
+        model: a model without weights.
         path: the file of packed weights, which is written if it does not exist.
         fill: fills the model from the checkpoint.
-        says: log what is in memory and what on disk.
+        says: True: log how much is in memory and how much on disk.
 
     Raises:
         CheckpointError: the file cannot be written.
-        SettingsError: its folder is not this user's alone.
+        SettingsError: other users can access the folder of the file.
     """
     make_private_folder("expert_store", path.parent)
     native = model.context.of_experts.backend.native
@@ -83,13 +83,13 @@ def _total(sizes: dict[str, Rows]) -> int:
 
 
 def _places(file: StoreFile, name: str, sizes: dict[str, Rows]) -> list[tuple[int, int, int]]:
-    """Return offset, size and checksum of each expert's weights."""
+    """Return the offset in the file, the size in bytes and the checksum of each expert's weights."""
     size = sizes[name].num_bytes
     return [(file.offsets[name] + row * size, size, sum_) for row, sum_ in enumerate(file.checksums[name])]
 
 
 def _adopt(model: Decoder, native: ModuleType, path: Path, sizes: dict[str, Rows]) -> StoreFile | None:
-    """Set the weights to those of an existing file. Return None if there is none; weights are then to be filled.
+    """Use the weights in an existing file. Return None if there is no intact file, so that weights must be filled.
 
     Experts are mapped, which takes no memory. Other weights are copied, to a GPU if they belong there.
     """
@@ -124,7 +124,7 @@ def _panels_like(rows_RB: Tensor, weights: AnyWeights) -> Tensor:
 def _write(
     model: Decoder, native: ModuleType, path: Path, sizes: dict[str, Rows], fill: Callable[[Packer], None]
 ) -> None:
-    """Fill the model, and write the file: each layer's experts as soon as they are packed."""
+    """Fill the model, and write the file. Each layer's experts are written as soon as they are packed."""
     on_disk = {weights: name for name, weights in state_places(model)[0].items() if weights.is_on_disk}
     new = NewStore(native, path, sizes)
     try:

@@ -1,4 +1,4 @@
-"""AFMoE (Trinity): gated outputs, norms behind networks, and no rotary embedding where attention has no window."""
+"""AFMoE (Trinity): gated outputs, norms after networks, and no rotary embedding in layers without a window."""
 
 from __future__ import annotations
 

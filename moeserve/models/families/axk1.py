@@ -1,4 +1,4 @@
-"""A.X K1: DeepSeek-V3 with a norm behind the experts of each layer."""
+"""A.X K1: DeepSeek-V3 with a norm after the experts of each layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AXK1 = Family(
     model_type="axk1",
     read=read,
     names=(
-        # Published checkpoints have this norm for dense layers too, and no correction of the router.
+        # Published checkpoints have this norm in dense layers too, and no correction of the router.
         (r"\.(?:mlp\.)?post_mlp_layernorm\.", ".mlp_output_norm."),
     ),
 )

@@ -1,4 +1,4 @@
-"""A.X K2: DeepSeek-V3.2 with gated norms and gated outputs of attention. Experts may be without groups."""
+"""A.X K2: DeepSeek-V3.2 with gated norms and gated attention outputs. Routing may be without groups of experts."""
 
 from __future__ import annotations
 

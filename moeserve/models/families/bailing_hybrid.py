@@ -1,4 +1,4 @@
-"""Ling 3: most layers have Kimi delta attention with bounded decays, the others latent attention with gated heads."""
+"""Ling 3: Kimi delta attention with bounded decays in most layers, latent attention with gated heads in the others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ BAILING_HYBRID = Family(
     name="Ling 3",
     models="Ling 3.0 Flash",
     architecture="BailingHybridForCausalLM",
-    other_architectures=("BailingMoeV3ForCausalLM",),  # as it is published
+    other_architectures=("BailingMoeV3ForCausalLM",),  # name in published checkpoints
     model_type="bailing_hybrid",
     read=read,
     names=(

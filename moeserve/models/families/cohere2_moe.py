@@ -1,4 +1,4 @@
-"""Cohere2 MoE: attention and feed-forward network read the same normalised rows; positions only within windows."""
+"""Cohere2 MoE: attention and feed-forward network read the same normalised rows; only windows have positions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _has_window(config: ConfigValues, num_leading: int, num_layers: int) -> list[bool]:
-    """Return for each layer if it has a window. The dense layers in front and the others have periods of their own."""
+    """Return a flag for each layer: True if it has a window. Leading dense layers have a period of their own."""
     leading = config.integer("prefix_dense_sliding_window_pattern", 1)
     period = config.integer("sliding_window_pattern", 4)
     return [

@@ -1,4 +1,4 @@
-"""DBRX: fused and clipped queries, keys and values, LayerNorms without biases, experts stored one below the other."""
+"""DBRX: fused and clipped queries, keys and values, LayerNorms without biases, experts stacked in one matrix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(config: ConfigValues) -> ModelSpec:
     values: dict[str, Any] = {usual: config.integer(name) for name, usual in USUAL_NAMES.items()}
     values["num_key_value_heads"] = attention.integer("kv_n_heads", 1)
     values["norm_epsilon"] = NORM_EPSILON
-    # Published configs have the theta in attn_config alone.
+    # Published configs have theta only in attn_config.
     beside = config.rotary_settings().get("rope_theta") or config.values.get("rope_theta")
     values["rope_theta"] = attention.number("rope_theta", beside or 10000.0, above=1.0)
     if beside not in (None, values["rope_theta"]):
@@ -46,7 +46,7 @@ def _read_experts(config: ConfigValues) -> MoESpec:
     activation = config.object("ffn_act_fn")
     if activation is not None:
         activation.require("name", "silu")
-    order = config.values.get("moe_normalize_expert_weights", 1)  # of the norm by which weights are divided
+    order = config.values.get("moe_normalize_expert_weights", 1)  # the router's weights are divided by this norm
     if order not in (None, 1):
         raise config.wrong("moe_normalize_expert_weights", "is not supported; supported: 1, null")
     num_experts, top_k = read_num_experts(config, "moe_num_experts", top_k_key="moe_top_k")

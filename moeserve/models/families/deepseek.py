@@ -29,13 +29,13 @@ def read_v2(config: ConfigValues) -> ModelSpec:
 
 
 def read_v2_router(config: ConfigValues) -> RouterSpec:
-    """Read a softmax router with groups of experts, or without them."""
+    """Read a softmax router, which may have groups of experts."""
     config.require("scoring_func", "softmax")
     config.require("topk_method", "greedy", "group_limited_greedy")
     config.require("norm_topk_prob", False)
     if config.get("topk_method") != "greedy":
         return read_grouped_router(config)
-    num_experts, top_k = read_num_experts(config, "n_routed_experts")  # ignores the groups
+    num_experts, top_k = read_num_experts(config, "n_routed_experts")  # greedy routing ignores the groups
     return RouterSpec(num_experts=num_experts, top_k=top_k, scale=config.number("routed_scaling_factor"))
 
 
@@ -47,7 +47,7 @@ def read_v3(config: ConfigValues) -> ModelSpec:
 
 
 def _read(config: ConfigValues, router: RouterSpec, *, is_interleaved: bool) -> ModelSpec:
-    config.refuse("index_topk")  # sparse attention, DeepSeek-V3.2
+    config.refuse("index_topk")  # the key of DeepSeek-V3.2's sparse attention
     attention = read_latent_attention(config, is_interleaved=is_interleaved)
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoESpec(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
@@ -70,7 +70,7 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     read=read_v3,
 )
-# Kimi-K2.5 is Kimi-K2, which is DeepSeek-V3, with a model for images.
+# Kimi-K2.5 is Kimi-K2 (of DeepSeek-V3's architecture) with a model for images.
 KIMI_K25 = Family(
     name="Kimi-K2.5",
     architecture="KimiK25ForConditionalGeneration",

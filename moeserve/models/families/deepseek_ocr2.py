@@ -1,4 +1,4 @@
-"""The text part of DeepSeek-OCR 2: the experts of DeepSeek-V2 behind grouped-query attention."""
+"""The text part of DeepSeek-OCR 2: the experts of DeepSeek-V2, with grouped-query attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read(config: ConfigValues) -> ModelSpec:
         router=read_v2_router(config), expert_width=expert_width, shared=read_shared_experts(config, expert_width)
     )
     has_bias = config.flag("attention_bias", default=False)
-    # Heads are a share of the hidden size, whatever the config says, as in transformers.
+    # As in transformers, head_dim in the config is ignored: heads divide the hidden size evenly.
     values = {key: value for key, value in config.values.items() if key != "head_dim"}
     attention = read_attention(config.replaced(values), has_bias=has_bias, has_output_bias=has_bias)
     return read_model(config, [Layer.of(attention, feed_forward) for feed_forward in read_listed_dense(config, moe)])
@@ -29,7 +29,7 @@ DEEPSEEK_OCR2 = inside_other_model(
         models="DeepSeek-OCR and DeepSeek-OCR 2",
         architecture="DeepseekOcr2ForConditionalGeneration",
         model_type="deepseek_ocr2_text",
-        other_architectures=("DeepseekOCR2ForCausalLM", "DeepseekOCRForCausalLM"),  # as they are published
+        other_architectures=("DeepseekOCR2ForCausalLM", "DeepseekOCRForCausalLM"),  # names in published checkpoints
         read=read,
         left_out=("sam_model.", "qwen2_model.", "view_sep"),
     )

@@ -81,7 +81,7 @@ def _read(config: ConfigValues, has_indexer: list[bool], *, is_interleaved: bool
 def read_sparse_attention(
     config: ConfigValues, *, is_interleaved: bool = True, indexer_is_interleaved: bool
 ) -> dict[bool, LatentAttentionSpec]:
-    """Return the attention of layers with an indexer (True), and of those that reuse an earlier layer's selection."""
+    """Return the attention of layers with an indexer (True), and of layers that reuse a selection (False)."""
     attention = read_latent_attention(config, is_interleaved=is_interleaved)
     if attention.query_rank is None:
         raise config.wrong("q_lora_rank", "must be set: the indexer reads compressed queries")

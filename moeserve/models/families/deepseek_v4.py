@@ -22,7 +22,7 @@ WINDOW, SPARSE, DENSE = LAYER_TYPES = (
     "compressed_sparse_attention",
     "heavily_compressed_attention",
 )
-TYPE_OF_RATIO = {0: WINDOW, 4: SPARSE, 128: DENSE}  # published configs list the tokens of an entry
+TYPE_OF_RATIO = {0: WINDOW, 4: SPARSE, 128: DENSE}  # by the number of tokens per entry, which published configs list
 MAX_HEAD = 2**14
 MAX_STREAMS = 8  # maximum number of streams that the kernels support
 
@@ -47,12 +47,12 @@ def read(config: ConfigValues) -> ModelSpec:
     )
     model = dataclasses.replace(read_model(config, layers), stream=streams)
     if set(_types_of_modules(config, num_layers)) - {WINDOW}:
-        return model  # no published model has modules with entries
+        return model  # no published model has MTP modules with compressed entries
     return with_draft_layer(model, Layer.of(attentions[WINDOW], moe), stream=streams, reads_normed=False)
 
 
 def _types_of_modules(config: ConfigValues, num_layers: int) -> list[str]:
-    """Return the types of attention of MTP modules, which published lists have behind those of the layers."""
+    """Return the type of attention of each MTP module. Published lists have these types after those of the layers."""
     ratios = config.values.get("compress_ratios")
     listed = ratios[num_layers:] if isinstance(ratios, list) else []
     return [TYPE_OF_RATIO.get(ratio, SPARSE) for ratio in listed]
@@ -120,9 +120,9 @@ def _read_ratio(config: ConfigValues, layer_type: str) -> int:
 
 
 def _read_rotary(config: ConfigValues, head_dim: int, *, is_scaled: bool) -> RotarySpec:
-    """Read the rotary embedding of layers with entries, or of layers without, whose frequencies are never scaled."""
+    """Read the rotary embedding of layers with compressed entries, or of other layers, which are never scaled."""
     own = config.of_layer_type("compress" if is_scaled else "main")
-    if own is config:  # published configs: one scaling, and a base for each
+    if own is config:  # published configs have one scaling for both, and a base for each
         names = {"rope_theta": config.get("compress_rope_theta" if is_scaled else "rope_theta")}
         scaling = config.values.get("rope_scaling") if is_scaled else None
         own = config.replaced(config.values | names | {"rope_scaling": scaling, "rope_parameters": None})
@@ -180,7 +180,7 @@ DEEPSEEK_V4 = Family(
         (r"\.attn_norm\.", ".input_layernorm."),
         (r"\.ffn_norm\.", ".post_attention_layernorm."),
         (r"\.attn\.", ".self_attn."),
-        # transformers' own form
+        # The form that transformers saves.
         (r"\.self_attn\.compressor\.indexer\.(?:scorer\.)?", ".self_attn.indexer."),
         *((rf"\.self_attn\.compressor\.{old}", f".self_attn.compressor.{new}") for old, new in COMPRESSOR),
         *((rf"\.self_attn\.indexer\.{old}", f".self_attn.indexer.compressor.{new}") for old, new in COMPRESSOR),

@@ -1,4 +1,4 @@
-"""dots.llm1 (arXiv 2506.05767): queries and keys are normalised head by head; routing is that of DeepSeek-V3."""
+"""dots.llm1 (arXiv 2506.05767): normalises queries and keys head by head, and routes like DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _read_windows(config: ConfigValues) -> list[int | None]:
-    """Return the window of each layer. Without a list of layers, layers from `max_window_layers` on have a window."""
+    """Return the window of each layer in tokens. If no list exists, layers from `max_window_layers` on have windows."""
     num_layers = read_num_layers(config)
     if config.optional_integer("sliding_window") is None:
         return [None] * num_layers

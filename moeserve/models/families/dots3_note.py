@@ -1,4 +1,4 @@
-"""dots3-note's text part: latent attention with windows in some layers, and to selected positions in the others."""
+"""dots3-note's text part: latent attention with windows in some layers, and over selected positions in the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moeserve.models.fields import (
 from moeserve.models.model_config import DraftSpec, Layer, ModelSpec
 
 SPARSE, FULL, WINDOW = LAYER_TYPES = ("indexed_attention", "full_attention", "sliding_attention")
-# Sizes of layers with windows, which published configs have under these names with a prefix
+# Sizes of layers with windows. Published configs have these names with a prefix.
 SIZES = dict(num_attention_heads=64, q_lora_rank=1024, kv_lora_rank=1024, head_dim=256, qk_nope_head_dim=192)
 SIZES |= dict(v_head_dim=128)
 
@@ -54,13 +54,13 @@ def _read_types(config: ConfigValues) -> list[str]:
         raise config.wrong("layer_types", f"must list one of {LAYER_TYPES} for each of the {num_layers} layers")
     if config.values.get("use_dsa") is None and "per_layer_config" in config.values:
         return types
-    dense = SPARSE if config.flag("use_dsa", default=True) else FULL  # published configs name both kinds alike
+    dense = SPARSE if config.flag("use_dsa", default=True) else FULL  # published configs give both kinds the same name
     return [name if name == WINDOW else dense for name in types]
 
 
 def _read_attention(config: ConfigValues, index: int, layer_type: str) -> LatentAttentionSpec:
     own, values = config.object("per_layer_config"), {}
-    if own is not None:  # as transformers 5 writes it: values that differ from those of the model
+    if own is not None:  # transformers 5 writes an object of the values that differ from those of the model
         found = own.object(str(index))
         values = {} if found is None else dict(found.values)
     elif layer_type == WINDOW:

@@ -1,4 +1,4 @@
-"""The text part of ERNIE-4.5-VL: ERNIE-4.5 beside experts for images, which no token of a text uses."""
+"""The text part of ERNIE-4.5-VL: ERNIE-4.5, with additional experts for images, which text tokens never use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeserve.models.family import Family, inside_other_model
 from moeserve.models.fields import read_attention, read_listed_dense, read_model
 from moeserve.models.model_config import Layer, ModelSpec
 
-WIDTHS = "moe_intermediate_size"  # of the experts for text and of those for images
+WIDTHS = "moe_intermediate_size"  # widths of the experts for text and of the experts for images
 
 
 def read(config: ConfigValues) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""K-EXAONE: windows in most layers, no rotary embedding in the others; routing is that of DeepSeek-V3."""
+"""K-EXAONE: windows in most layers, no rotary embedding in the other layers, and DeepSeek-V3's routing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(config: ConfigValues) -> ModelSpec:
     )
     rotated = read_attention(config, normalized="head", default_fraction=1.0)
     windows = _read_windows(config)
-    # If no layer can have a window, all have a rotary embedding.
+    # If the config has no window size, all layers have a rotary embedding.
     full = rotated if config.values.get("sliding_window", 0) is None else dataclasses.replace(rotated, rotary=NO_ROTARY)
     layers = [
         Layer.of(full if window is None else dataclasses.replace(rotated, window=window), feed_forward)
@@ -50,12 +50,12 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _read_windows(config: ConfigValues) -> list[int | None]:
-    """Return the window of each layer, None for full attention. Layers are listed, or every n-th has full attention."""
+    """Return the window of each layer, None for full attention. The config lists the layers or has a period."""
     num_layers = read_num_layers(config)
     if config.get("layer_types") is not None or config.values.get("sliding_window", 0) is None:
         return read_windows(config, default=[False] * num_layers)
     pattern = config.values.get("sliding_window_pattern")
-    if isinstance(pattern, str):  # such as "LLLG": a letter for each layer of a period, L for local
+    if isinstance(pattern, str):  # such as "LLLG": a letter for each layer of a period, where L stands for local
         if not pattern or set(pattern) - {"L", "G"}:
             raise config.wrong("sliding_window_pattern", "must be a number, or a text of L and G")
         return read_windows(config, default=[pattern[index % len(pattern)] == "L" for index in range(num_layers)])
@@ -67,7 +67,7 @@ EXAONE_MOE = Family(
     name="K-EXAONE",
     models="K-EXAONE-236B-A23B",
     architecture="ExaoneMoeForCausalLM",
-    other_architectures=("ExaoneMoEForCausalLM",),  # as it is published
+    other_architectures=("ExaoneMoEForCausalLM",),  # name in published checkpoints
     model_type="exaone_moe",
     read=read,
     names=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"), *ONE_MODULE),

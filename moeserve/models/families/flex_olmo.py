@@ -1,4 +1,4 @@
-"""FlexOlmo (arXiv 2507.07024): OLMoE with norms of the networks' outputs instead of their inputs."""
+"""FlexOlmo (arXiv 2507.07024): OLMoE with norms on the outputs of networks instead of their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4 with experts (26B-A4B): a dense network beside the experts, norms of outputs, and keys used as values."""
+"""Gemma 4 with experts (26B-A4B): a dense network beside the experts, output norms, and keys used as values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(config: ConfigValues) -> ModelSpec:
     is_windowed = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if is_windowed is None:
         is_windowed = [(index + 1) % 6 != 0 for index in range(num_layers)]
-    is_windowed[-1] = False  # whatever the config says, as in transformers
+    is_windowed[-1] = False  # as in transformers, whatever the config says about the last layer
     beside = Block(BesideSpec(dense=dense, experts=moe), is_normed=True, is_scaled=True)
     layers = [
         Layer((Block(_read_attention(config, index, windowed), is_normed=True), beside))
@@ -65,7 +65,7 @@ def _read_attention(config: ConfigValues, index: int, is_windowed: bool) -> Atte
         values = values | {"head_dim": config.integer("global_head_dim", 512, high=2**14)}
         if shares_values and values.get("num_global_key_value_heads") is not None:
             values["num_key_value_heads"] = config.integer("num_global_key_value_heads")
-    own = config.object("per_layer_config")  # as transformers 5 writes it
+    own = config.object("per_layer_config")  # the form that transformers 5 writes
     if own is not None and (of_layer := own.object(str(index))) is not None:
         values = values | of_layer.values
     return read_attention(

@@ -1,4 +1,4 @@
-"""GLM-4.5 and relatives (arXiv 2508.06471): half of each attention head is rotated; routing is that of DeepSeek-V3."""
+"""GLM-4.5 and relatives (arXiv 2508.06471): rotate half of each attention head, and route like DeepSeek-V3."""
 
 from __future__ import annotations
 

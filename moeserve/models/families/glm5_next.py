@@ -63,13 +63,13 @@ def read(config: ConfigValues) -> ModelSpec:
         ends_in_mean=True,
     )
     model = dataclasses.replace(read_model(config, layers), stream=stream)
-    return with_draft_layer(model, Layer.of(_read_latent_attention(config), moe))  # on one stream
+    return with_draft_layer(model, Layer.of(_read_latent_attention(config), moe))  # modules have one residual stream
 
 
 def _read_mixers(config: ConfigValues, num_layers: int) -> list[LinearAttentionSpec | LatentAttentionSpec]:
     delta, latent = _read_delta_attention(config), _read_latent_attention(config)
     types = config.values.get("layer_types")
-    if isinstance(types, list):  # published configs have the former name of the second type
+    if isinstance(types, list):  # published configs use an older name of the second type
         types = [INDEXED if name == "full_attention" else name for name in types]
     is_indexed = config.replaced(config.values | {"layer_types": types}).flags_of_layers(
         "layer_types", (LINEAR, INDEXED), num_layers

@@ -19,7 +19,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def read_with_shared(config: ConfigValues, **settings: Any) -> ModelSpec:
-    """Return the model of a Granite config that may have shared experts. Pass `settings` on to `read_attention`."""
+    """Return the shape of a Granite model, which may have shared experts. `settings` are passed to `read_attention`."""
     width = config.integer("shared_intermediate_size", 0, low=0, high=2**20)
     return _read(config, SharedExpertsSpec(width=width) if width else None, **settings)
 
@@ -41,8 +41,8 @@ def _read(config: ConfigValues, shared: SharedExpertsSpec | None, **settings: An
     )
     layer = Layer.of(attention, moe)
     model = read_model(config, [layer] * read_num_layers(config))
-    # In Granite, each update is multiplied before it is added to the residual stream. All layers normalise the stream
-    # when they read it, so we keep the stream divided by the multiplier instead, and add updates unchanged.
+    # Granite multiplies each update before adding it to the residual stream. All layers normalise the stream when they
+    # read it. So we keep the stream divided by the multiplier instead, and add updates unchanged.
     multiplier = config.number("residual_multiplier", 1.0)
     return dataclasses.replace(
         model,
@@ -56,7 +56,7 @@ NAMES = (
     (r"\.block_sparse_moe\.router\.(?:layer\.)?", ".mlp.gate."),
     (r"\.block_sparse_moe\.input_linear\.weight$", ".mlp.experts.gate_up_proj"),
     (r"\.block_sparse_moe\.output_linear\.weight$", ".mlp.experts.down_proj"),
-    (r"\.block_sparse_moe\.", ".mlp."),  # as transformers 5 saves its own form
+    (r"\.block_sparse_moe\.", ".mlp."),  # the form that transformers 5 saves
     (r"\.shared_mlp\.input_linear\.", ".mlp.shared_experts.gate_up_proj."),
     (r"\.shared_mlp\.output_linear\.", ".mlp.shared_experts.down_proj."),
 )

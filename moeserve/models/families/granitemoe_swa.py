@@ -1,4 +1,4 @@
-"""Granite MoE with sliding windows, attention sinks, and rotary frequencies of their own in layers."""
+"""Granite MoE with sliding windows, attention sinks, and rotary frequencies that may differ between layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _rotary_of_layer(config: ConfigValues, of_model: RotarySpec, number: int, num_layers: int) -> RotarySpec:
-    """Return the rotary embedding of a layer: that of the model unless each layer has a theta, 0 for none."""
+    """Return a layer's rotary embedding. The config may list a theta for each layer, 0 for no rotary embedding."""
     thetas = config.get("layer_rope_theta")
     if thetas is None:
         return of_model

@@ -15,7 +15,7 @@ from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 
 LAYER_TYPES = ("mamba", "attention")
-OTHER_LAYER_TYPES = ("linear_attention", "full_attention")  # the names that transformers writes
+OTHER_LAYER_TYPES = ("linear_attention", "full_attention")  # transformers' names of the layer types
 
 
 def read(config: ConfigValues) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Hunyuan-A13B: query and key norms after the rotary embedding, which has NTK scaling of its base."""
+"""Hunyuan-A13B: query and key norms after the rotary embedding, whose base has NTK scaling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PER_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_exp
 def read(config: ConfigValues) -> ModelSpec:
     config = _with_one_number_for_all_layers(config)
     config.require("use_qk_norm", True)
-    config.require("use_cla", False)  # keys and values shared by layers
+    config.require("use_cla", False)  # sharing of keys and values between layers
     config.require("num_shared_expert", 1)
     num_experts, top_k = read_num_experts(config, "num_experts", top_k_key="moe_topk")
     width = read_width(config, "intermediate_size")
@@ -54,7 +54,7 @@ def _with_one_number_for_all_layers(config: ConfigValues) -> ConfigValues:
 
 
 def _read_rotary(config: ConfigValues) -> RotarySpec:
-    """Return the rotary settings. An `alpha` in them is published as rope_type "dynamic"."""
+    """Return the rotary settings. Published configs with `alpha` have rope_type "dynamic"."""
     settings, head_dim = config.rotary_settings(), config.integer("head_dim", high=2**14)
     if settings.values["rope_type"] != "dynamic":
         return config.rotary(head_dim)

@@ -1,4 +1,4 @@
-"""Hy3: grouped-query attention normalised head by head; sigmoid routing with a correction, one shared expert."""
+"""Hy3: queries and keys normalised head by head, sigmoid routing with a correction, and one shared expert."""
 
 from __future__ import annotations
 

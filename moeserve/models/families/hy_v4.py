@@ -55,7 +55,7 @@ def read(config: ConfigValues) -> ModelSpec:
         output_epsilon=epsilon,
     )
     model = dataclasses.replace(read_model(config, layers), stream=streams)
-    return with_draft_layer(model, Layer.of(of_layer[True], moe))  # on one stream
+    return with_draft_layer(model, Layer.of(of_layer[True], moe))  # modules have one residual stream
 
 
 HY_V4 = Family(

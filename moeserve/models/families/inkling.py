@@ -1,4 +1,4 @@
-"""Inkling: attention with scores by distance, short convolutions everywhere, and shared experts in the router's sum."""
+"""Inkling: attention scores that depend on distance, short convolutions, and shared experts weighted by the router."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def read_decoder(config: ConfigValues, layers: list[Layer]) -> ModelSpec:
-    """Return the model of these layers, with the rows of the vocabulary that are used."""
+    """Return the shape of a model with these layers. Only the used rows of the vocabulary are loaded."""
     rows = config.optional_integer("unpadded_vocab_size", high=2**24)
     context_key = config.key_of("max_position_embeddings", "model_max_length")
     model = read_model(config, layers, context_key=context_key)
@@ -55,7 +55,7 @@ def read_decoder(config: ConfigValues, layers: list[Layer]) -> ModelSpec:
 
 
 def read_num_taps(config: ConfigValues) -> int:
-    """Return the number of tokens that convolutions span."""
+    """Return the number of tokens that a short convolution spans."""
     return config.integer(config.key_of("conv_kernel_size", "sconv_kernel_size"), low=2, high=MAX_TAPS)
 
 
@@ -72,7 +72,7 @@ def read_local_layers(config: ConfigValues) -> list[bool]:
 
 
 def _with_both_widths(values: dict[str, object]) -> dict[str, object]:
-    """Return the values with the widths of experts and of dense networks under their usual keys."""
+    """Return the config's values, with the widths of experts and dense networks under their usual keys."""
     if values.get("dense_intermediate_size") is None:
         return values
     widths = dict(intermediate_size=values["dense_intermediate_size"])
@@ -80,7 +80,7 @@ def _with_both_widths(values: dict[str, object]) -> dict[str, object]:
 
 
 def read_attention(config: ConfigValues, *, is_local: bool) -> AttentionSpec:
-    """Return the attention of a layer with or without a window, without convolutions and norms."""
+    """Return the attention of layers with a window (`is_local`) or without, before convolutions and norms are added."""
     prefix = "swa_" if is_local else ""
     num_heads = config.integer(f"{prefix}num_attention_heads", high=2**14)
     num_kv_heads = config.integer(f"{prefix}num_key_value_heads", high=2**14)
@@ -127,7 +127,7 @@ def _read_experts(config: ConfigValues) -> MoESpec:
     )
 
 
-# Published names of attention and of the experts, and the embedding's
+# Published names of the parts of attention, of the experts and of the embedding.
 NAMES: Names = (
     (r"^model\.embed\.", "model.embed_tokens."),
     (r"^model\.embed(?:_tokens\.embed)?_norm\.", "model.layers.0.input_layernorm.embedding."),

@@ -42,7 +42,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _read_pattern(config: ConfigValues, part: str) -> list[bool]:
-    """Return a flag for each layer: True for one layer in each period."""
+    """Return a flag for each layer: True for the one layer of each period that has `part`."""
     period = config.integer(f"{part}_layer_period")
     offset = config.integer(f"{part}_layer_offset", low=0)
     if offset >= period:

@@ -1,4 +1,4 @@
-"""JetMoE: experts of attention and of feed-forward networks, each kind with a router of its own."""
+"""JetMoE: experts in attention and in feed-forward networks, with a separate router for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeserve.models.fields import read_model, read_num_experts, read_num_layers
 from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.routing.interface import RouterSpec
 
-EPSILON = 1e-6  # of all norms but the last
+EPSILON = 1e-6  # epsilon of all norms except the last
 
 
 def read(config: ConfigValues) -> ModelSpec:

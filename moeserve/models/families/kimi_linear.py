@@ -1,4 +1,4 @@
-"""Kimi-Linear: most layers have Kimi delta attention, the others latent attention without position embeddings."""
+"""Kimi-Linear: Kimi delta attention in most layers, latent attention without position embeddings in the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def read_experts(config: ConfigValues) -> MoESpec:
-    """Read the experts. Their counts have other names than in DeepSeek's configs."""
+    """Read the experts. The config's keys differ from those of DeepSeek."""
     num_experts, top_k = read_num_experts(
         config,
         "num_experts",
@@ -74,7 +74,7 @@ def _read_latent_attention(config: ConfigValues) -> LatentAttentionSpec:
         query_rank=config.optional_integer("q_lora_rank", high=2**18),
         latent_size=config.integer("kv_lora_rank", high=2**18),
         key_dim=config.integer("qk_nope_head_dim", high=2**14),
-        # The part of the keys that all heads share is not rotated.
+        # Nothing is rotated, not even the part of the keys that all heads share.
         rotary=RotarySpec(dim=config.integer("qk_rope_head_dim", high=2**14), theta=2.0, scaling=NoScaling()),
         value_dim=config.integer("v_head_dim", high=2**14),
     )

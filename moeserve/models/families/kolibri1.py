@@ -1,4 +1,4 @@
-"""Kolibri 1: norms before and behind networks, windows with positions, and sigmoids of the chosen experts' logits."""
+"""Kolibri 1: norms before and after networks, positions only in windows, sigmoids of the chosen experts' logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(config: ConfigValues) -> ModelSpec:
         shared=SharedExpertsSpec(width=read_width(config, "shared_expert_intermediate_size")),
     )
     has_window = [(index + 1) % 5 != 0 for index in range(read_num_layers(config))]
-    config.integer("sliding_window")  # without one, transformers would rotate all layers
+    config.integer("sliding_window")  # required, because transformers would rotate all layers without a window
     attentions = rotated_in_windows(read_attention(config, normalized="head"), read_windows(config, has_window))
     layers = [Layer((Block(attention, is_normed=True), Block(moe, is_normed=True))) for attention in attentions]
     return read_model(config, layers)

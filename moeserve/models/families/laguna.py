@@ -1,4 +1,4 @@
-"""Laguna: heads and windows by layer, outputs of attention multiplied by softplus gates, and a corrected router."""
+"""Laguna: heads and windows differ by layer, softplus gates multiply attention outputs, the router is corrected."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 def _read_temperature(config: ConfigValues, head_dim: int) -> TemperatureSpec | None:
     """Return the temperature of queries in layers without a rotary embedding; None if there is none."""
-    config.require("attn_temperature_tuning", True, False, 4, 0)  # the numbers are those of early configs
+    config.require("attn_temperature_tuning", True, False, 4, 0)  # early configs use the numbers
     if not config.values.get("attn_temperature_tuning", True):
         return None
     return TemperatureSpec(

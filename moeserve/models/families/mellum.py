@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3-MoE with sliding windows, whose layers have rotary frequencies of their own."""
+"""Mellum 2: Qwen3-MoE with sliding windows. Layers with and without windows have different rotary frequencies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeserve.models.fields import (
 from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.routing.interface import RouterSpec
 
-THETAS = (5e5, 1e4)  # of layers with full attention and with windows, unless the config has others
+THETAS = (5e5, 1e4)  # bases for layers without and with windows, unless the config has others
 
 
 def read(config: ConfigValues) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: windows with sinks, values narrower than keys, and light layers for multi-token prediction."""
+"""MiMo-V2-Flash: windows with sinks, values narrower than keys, and MTP modules without experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(config: ConfigValues) -> ModelSpec:
         Layer.of(windowed if window else full, feed_forward)
         for window, feed_forward in zip(has_window, feed_forwards_of(config, moe, is_dense), strict=True)
     ]
-    # The config need not count the MTP modules, whose layers have no experts.
+    # The config may not count the MTP modules. Their layers have no experts.
     dense = DenseSpec(width=read_width(config, "intermediate_size"))
     model = read_model(config, layers, epsilon_key=config.key_of("layernorm_epsilon", "rms_norm_eps"))
     draft = DraftSpec(layers=(Layer.of(windowed, dense),) * (model.num_skipped_layers or NUM_MODULES))
@@ -52,7 +52,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _with_usual_names(config: ConfigValues) -> ConfigValues:
-    """Return the config with transformers' names and values instead of the published ones."""
+    """Return the config with published names and values replaced by those of transformers."""
     values = dict(config.values)
     for old, new, names in (
         ("hybrid_layer_pattern", "layer_types", LAYER_TYPES),
@@ -101,7 +101,7 @@ def _read_attention(config: ConfigValues, *, is_windowed: bool) -> AttentionSpec
 
 
 def _read_window(config: ConfigValues) -> int:
-    """Return the number of positions that a token attends to, including its own, unlike `sliding_window_size`."""
+    """Return the number of positions that a token attends to, including its own. `sliding_window_size` excludes it."""
     others = config.optional_integer("sliding_window_size")
     return config.integer("sliding_window") if others is None else others + 1
 

@@ -15,7 +15,7 @@ from moeserve.ops.linear_attention.interface import MAX_HEAD
 from moeserve.ops.routing.interface import RouterSpec
 
 LAYER_TYPES = ("full_attention", "linear_attention")
-# Keys of the factors of full attention, lightning attention and experts: transformers' names, and those before.
+# Keys of the factors of full attention, lightning attention and experts: each transformers' name, then an older name.
 FACTORS = [(f"{kind}_attn_{{}}_factor", f"layernorm_{kind}_attention_{{}}") for kind in ("full", "linear")]
 FACTORS += [("mlp_{}_factor", "layernorm_mlp_{}")]
 
@@ -23,8 +23,9 @@ FACTORS += [("mlp_{}_factor", "layernorm_mlp_{}")]
 def read(config: ConfigValues) -> ModelSpec:
     config.require("postnorm", True)
     config.require("shared_intermediate_size", 0)
-    # A network's output is multiplied by beta, and added to alpha times its normalised input. What normalises the sum
-    # may read it divided by alpha instead.
+    # A network's output is multiplied by beta, and added to alpha times its normalised input. If a norm reads the sum,
+    # the
+    # whole sum may be divided by alpha instead.
     keys = [config.key_of(*(name.format("alpha") for name in names)) for names in FACTORS]
     alpha, *others = (config.number(key, 1.0) for key in keys)
     if any(other != alpha for other in others):

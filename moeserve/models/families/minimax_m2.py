@@ -19,7 +19,7 @@ def read(config: ConfigValues) -> ModelSpec:
         expert_width=read_width(config, "intermediate_size"),
     )
     head_dim = config.integer("head_dim", high=2**14)
-    rotary_dim = config.optional_integer("rotary_dim", high=head_dim)  # published instead of partial_rotary_factor
+    rotary_dim = config.optional_integer("rotary_dim", high=head_dim)  # published configs have this key
     fraction = 1.0 if rotary_dim is None else rotary_dim / head_dim
     attention = read_attention(config, normalized="token", default_fraction=fraction)
     layer = Layer.of(attention, moe)

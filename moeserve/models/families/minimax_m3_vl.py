@@ -1,4 +1,4 @@
-"""The text part of MiniMax-M3: attention to blocks that an indexer chooses; MiniMax-M2's router, a shared expert."""
+"""The text part of MiniMax-M3: an indexer chooses the blocks to attend to; MiniMax-M2's router; a shared expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeserve.models.model_config import Layer, ModelSpec
 from moeserve.ops.rows.activations import ClampedSwiGLU
 
 TYPES = ("full_attention", "minimax_m3_sparse")
-# Published names, in an object of their own
+# transformers' keys and the published keys, which are in an object of their own.
 PUBLISHED = {
     "index_n_heads": "sparse_num_index_heads",
     "index_head_dim": "sparse_index_dim",
@@ -26,7 +26,7 @@ PUBLISHED = {
 
 def read(config: ConfigValues) -> ModelSpec:
     config = _with_published_names(config)
-    config.require("hidden_act", "silu", "swigluoai")  # whatever it says, the activation is the latter
+    config.require("hidden_act", "silu", "swigluoai")  # the activation is swigluoai even if the key says silu
     activation = ClampedSwiGLU(alpha=config.number("swiglu_alpha"), limit=config.number("swiglu_limit"))
     scale = config.number("routed_scaling_factor")
     moe = MoESpec(

@@ -38,7 +38,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def read_normalized_router(config: ConfigValues) -> RouterSpec:
-    """Read a softmax router whose groups are rated by their best two experts."""
+    """Read a softmax router with groups of experts. The two best experts of a group give its rating."""
     router = read_grouped_router(config)
     if router.num_groups > 1 and router.num_experts == router.num_groups:
         raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
@@ -51,7 +51,7 @@ MISTRAL4 = Family(
     models="Mistral Small 4",
     architecture="Mistral4ForCausalLM",
     model_type="mistral4",
-    other_architectures=("Mistral3ForConditionalGeneration",),  # with a model for images
+    other_architectures=("Mistral3ForConditionalGeneration",),  # name of checkpoints with a model for images
     read=read,
     wrapped=WRAPPED,
     left_out=("vision_tower.", "multi_modal_projector."),

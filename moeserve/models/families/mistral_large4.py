@@ -55,7 +55,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _read_rotated_layers(config: ConfigValues, num_layers: int) -> list[bool]:
-    """Return a flag for each layer: True if it has a rotary embedding. The config's list may be too long."""
+    """Return a flag for each layer: True if it has a rotary embedding. The config's list may have further entries."""
     listed = config.values.get("no_rope_layers")
     if listed is None:
         interval = config.integer("no_rope_layer_interval", 4)
@@ -92,7 +92,7 @@ def _read_attention(config: ConfigValues) -> LatentAttentionSpec:
 
 
 def _without_positions(attention: LatentAttentionSpec) -> LatentAttentionSpec:
-    """Return the attention changed so that its keys have no rotated part, with heads of the same size."""
+    """Return the attention without the rotated part of keys. The size of heads does not change."""
     assert attention.indexer is not None
     return dataclasses.replace(
         attention,

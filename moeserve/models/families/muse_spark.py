@@ -1,4 +1,4 @@
-"""The text part of Muse Spark: gated residual stream, experts of a latent size, norms of heads and experts' outputs."""
+"""The text part of Muse Spark: gated residual stream, experts in a latent space, norms of heads and expert outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moeserve.models.model_config import Block, Layer, ModelSpec
 def read(config: ConfigValues) -> ModelSpec:
     num_layers = read_num_layers(config)
     config.require("attention_bias", False)
-    # Every fourth layer from the last one on attends to all positions, and has no rotary embedding.
+    # Counted back from the last layer, every fourth layer attends to all positions, and has no rotary embedding.
     is_local = [(num_layers - 1 - index) % 4 != 0 for index in range(num_layers)]
     has_rotary = _read_has_rotary(config, is_local)
     attention = read_attention(
@@ -62,7 +62,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _read_has_rotary(config: ConfigValues, default: list[bool]) -> list[bool]:
-    """Return a flag for each layer: True if it has a rotary embedding. All of them have the same frequencies."""
+    """Return a flag for each layer: True if it has a rotary embedding. All rotary embeddings have equal frequencies."""
     thetas = config.get("layer_rope_theta")
     if thetas is None:
         return default

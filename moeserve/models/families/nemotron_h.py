@@ -1,6 +1,6 @@
 """Nemotron-H (Nemotron 3): a layer is a Mamba-2 mixer, attention without positions, or a feed-forward network.
 
-Experts have no gates, and in the larger models a latent size.
+Experts have no gates. In the larger models, they work in a latent space.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from moeserve.ops.convolution.interface import MAX_TAPS
 from moeserve.ops.linear_attention.interface import MAX_HEAD
 from moeserve.ops.rows.activations import SquaredReLU
 
-# The kinds of layers in a pattern, and their names in transformers before version 5 and since.
+# The kinds of layers in a pattern, each with its names in transformers before version 5 and since.
 KINDS = {
     "M": ("mamba", "linear_attention"),
     "*": ("attention", "full_attention"),
     "E": ("moe",),
     "-": ("mlp",),
 }
-MODULE = "*E"  # the layers of the only module for multi-token prediction (MTP) that is supported
+MODULE = "*E"  # the layers of the only supported module for multi-token prediction (MTP)
 
 
 def read(config: ConfigValues) -> ModelSpec:
@@ -51,7 +51,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def _read_pattern(config: ConfigValues, prefix: str = "", default: str = "ME*-") -> str:
-    """Return the kind of each layer."""
+    """Return the kinds of all layers as a text, with one letter of `KINDS` for each layer."""
     names = config.values.get(key := f"{prefix}layers_block_type")
     if names is not None:
         kind_of = {name: kind for kind, of_kind in KINDS.items() for name in of_kind}
@@ -66,8 +66,9 @@ def _read_pattern(config: ConfigValues, prefix: str = "", default: str = "ME*-")
 
 def _read_mamba(config: ConfigValues) -> Layer:
     config.require("mamba_hidden_act", "silu")
-    # As in the authors' code, only `time_step_limit` bounds step sizes. transformers also raises the step sizes of
-    # prompts, not of generated tokens, to `time_step_min`, which is only the minimum of newly initialised models.
+    # As in the authors' code, only `time_step_limit` bounds step sizes. In prompts, transformers also raises step sizes
+    # to
+    # `time_step_min`, which is meant only for the initialisation of new models.
     read_step_limit(config)
     num_heads = config.integer("mamba_num_heads", high=2**14)
     num_groups = config.integer("n_groups", high=2**14)

@@ -16,7 +16,7 @@ from moeserve.ops.routing.interface import RouterSpec
 def read(config: ConfigValues) -> ModelSpec:
     config.require("num_experts_per_tok", 2)
     num_experts, top_k = read_num_experts(config, "num_local_experts")
-    # In training, logits are multiplied by random numbers from 1 - noise to 1 + noise.
+    # In training, the router's logits are multiplied by random numbers from 1 - noise to 1 + noise.
     tolerance = 2 * config.number("router_jitter_noise")
     router = RouterSpec(num_experts=num_experts, top_k=top_k, scoring="sparse_mixer", tolerance=tolerance)
     has_bias = config.flag("attention_bias", default=False)
@@ -34,7 +34,7 @@ PHIMOE = Family(
     name="Phi-3.5-MoE",
     architecture="PhiMoEForCausalLM",
     model_type="phimoe",
-    other_architectures=("PhimoeForCausalLM",),  # as transformers 5 saves it
+    other_architectures=("PhimoeForCausalLM",),  # name under which transformers 5 saves models
     read=read,
     names=(*BLOCK_SPARSE, (r"\.mlp\.router\.", ".mlp.gate.")),
 )

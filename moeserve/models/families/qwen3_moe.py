@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): queries and keys are normalised head by head; no shared experts."""
+"""Qwen3-MoE (arXiv 2505.09388): normalises queries and keys head by head; has no shared experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read(config: ConfigValues) -> ModelSpec:
 
 
 def read_vl(config: ConfigValues) -> ModelSpec:
-    return _read(config, is_normalized=True)  # whatever the config says, as in transformers
+    return _read(config, is_normalized=True)  # as in transformers, whatever the config says
 
 
 def _read(config: ConfigValues, *, is_normalized: bool) -> ModelSpec:
@@ -46,7 +46,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     read=read,
 )
-# With models for images, sound and video. Text has the same position along all axes of their rotary embedding.
+# Variants with models for images, sound and video. Text has the same position along all axes of the rotary embedding.
 QWEN3_VL_MOE = inside_other_model(
     Family(
         name="Qwen3-VL-MoE",

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: three of four layers are gated delta networks; the others have attention with gated outputs.
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta networks, the fourth is attention with gated outputs.
 
 Text has the same position along all axes of Qwen3.5's multimodal rotary embedding, so an ordinary one suffices.
 """
@@ -72,7 +72,7 @@ def _read_gated_delta(config: ConfigValues) -> LinearAttentionSpec:
 
 
 def _read_is_full(config: ConfigValues) -> list[bool]:
-    """Return a flag for each layer: True if it has attention."""
+    """Return a flag for each layer: True if it has full attention."""
     num_layers = read_num_layers(config)
     is_full = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if is_full is not None:

@@ -15,7 +15,7 @@ from moeserve.models.families.deepseek_v4 import MAX_STREAMS
 from moeserve.models.model_config import Block, Layer, ModelSpec
 from moeserve.ops.convolution.interface import MAX_TAPS
 
-INDEXED, FULL = "indexed_attention", "full_attention"  # two names of the same layers
+INDEXED, FULL = "indexed_attention", "full_attention"  # two names of the same kind of layer
 
 
 def read(config: ConfigValues) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Solar Open: attention of Llama, and the experts of GLM-4.5 in every layer."""
+"""Solar Open: Llama's attention, and GLM-4.5's experts in every layer."""
 
 from __future__ import annotations
 

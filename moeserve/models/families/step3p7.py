@@ -1,4 +1,4 @@
-"""Step-3.7: sliding-window layers with their own heads and frequencies; gated heads; some activations are clamped."""
+"""Step-3.7: windowed layers with other heads and frequencies than full ones; gated heads; some clamped activations."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def read(config: ConfigValues) -> ModelSpec:
     types, kinds = config.values.get("mtp_layer_types"), config.values.get("mtp_mlp_layer_types")
     of_module = types[0] == LAYER_TYPES[1] if isinstance(types, list) and types else False
     if not model.num_skipped_layers or (isinstance(kinds, list) and "sparse" in kinds):
-        return model  # no published model has modules with experts
+        return model  # no published model has MTP modules with experts
     dense = DenseSpec(width=read_width(config, "intermediate_size"))
     layer = Layer.of(_read_attention(config, of_module), dense)
     return with_draft_layer(model, layer, reads_normed=False, has_heads=True)
 
 
 def _with_usual_names(config: ConfigValues) -> ConfigValues:
-    """Return the config with transformers' names instead of the published ones, and lists without prediction layers."""
+    """Return the config with transformers' names, and with lists that have no entries for prediction layers."""
     values: dict[str, Any] = dict(config.values)
     renamed = {
         "num_attention_groups": "num_key_value_heads",
@@ -82,7 +82,7 @@ def _with_usual_names(config: ConfigValues) -> ConfigValues:
 
 
 def _name_rotary_settings(values: dict[str, Any], num_layers: int) -> None:
-    """Replace lists of one value per layer by settings for each layer type, of which all layers agree."""
+    """Replace lists of one value per layer by one value per layer type, that of the type's first layer."""
     thetas, fractions = values.get("rope_theta", 1e4), values.get("partial_rotary_factors")
     types = values.get("layer_types") or ["full_attention"] * num_layers
     if isinstance(values.get("rope_parameters"), dict) or not isinstance(types, list):

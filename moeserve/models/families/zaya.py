@@ -25,7 +25,7 @@ def read(config: ConfigValues) -> ModelSpec:
     config.require("num_experts_per_tok", 1)
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     width = config.integer("router_hidden_size", high=2**16)
-    # Routers choose one of the experts or none, which counts as an expert that returns nothing.
+    # A router may choose no expert. This choice counts as an additional expert that returns nothing.
     router = RouterSpec(num_experts=num_experts, top_k=top_k, num_zero_experts=1, has_correction=True)
     moe = MoESpec(
         router=router,

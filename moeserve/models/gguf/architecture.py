@@ -15,7 +15,7 @@ MAX_ROWS = 2**24  # maximum rows of a projection whose rows are reordered
 
 SIGMOID = 2  # GGUF's number for the sigmoid gating function
 
-# By key of config.json: the key of the metadata without `<architecture>.`, with a default if files may lack it.
+# Key of config.json -> key of the metadata without `<architecture>.`, or a pair of this key and a default.
 Keys = Mapping[str, str | tuple[str, Any]]
 
 
@@ -24,7 +24,7 @@ class Part:
     """A tensor of the model that is stored as a part of a tensor in the file."""
 
     name: str  # in GGUF's scheme, without the ending `.weight` or `.bias`
-    rows: np.ndarray | None = None  # numbers of stored rows, in the model's order; None: all
+    rows: np.ndarray | None = None  # indices of stored rows, in the model's order; None: all rows
     columns: np.ndarray | None = None
 
 
@@ -33,7 +33,7 @@ class File:
     """The metadata and tensor names of a GGUF file, from which an `Architecture` derives a config.json."""
 
     values: ConfigValues  # this architecture's metadata, keyed without the `<architecture>.` prefix
-    shapes: Mapping[str, tuple[int, ...]]  # of the tensors, by name
+    shapes: Mapping[str, tuple[int, ...]]  # shapes of the tensors, by name
     kinds: frozenset[str]  # names of the tensors, without the numbers of layers
     config: dict[str, Any]  # the entries of config.json that are read in the same way for all architectures
 
@@ -42,7 +42,7 @@ class File:
         return [f"blk.{layer}.{kind}" in self.shapes for layer in range(self.config["num_hidden_layers"])]
 
     def width_of(self, kind: str) -> int | None:
-        """Return the number of rows of the first tensor `blk.<layer>.<kind>`; None if no layer has one."""
+        """Return the number of rows of the first tensor `blk.<layer>.<kind>`; None if no layer has such a tensor."""
         of_layers = (self.shapes.get(f"blk.{layer}.{kind}") for layer in range(self.config["num_hidden_layers"]))
         return next((shape[0] for shape in of_layers if shape), None)
 
@@ -56,7 +56,7 @@ class File:
 
 
 def numbers_of_layers(values: ConfigValues, key: str, default: int) -> list[int]:
-    """Return the list of integers under a key. A single number, or a missing key's default, gives a list of one."""
+    """Return the list of integers under a key. A single number, or the default for a missing key, gives one item."""
     numbers = values.values.get(key, default)
     is_list = isinstance(numbers, list) and numbers and all(type(each) is int for each in numbers)
     return list(numbers) if is_list else [values.integer(key, default)]
@@ -79,7 +79,7 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[File], dict[str, Any]] = _nothing  # further entries of config.json, computed from the file
     parts: Callable[[ConfigValues], Mapping[str, tuple[Part, ...]]] = _as_stored  # by kind of stored tensor
-    own_scales: tuple[str, ...] = ()  # kinds whose scales are tensors of the model, not a part of the weight
+    own_scales: tuple[str, ...] = ()  # kinds of tensors whose scales are separate tensors of the model
 
     def config(self, file: File) -> dict[str, Any]:
         """Return the entries of config.json that this architecture defines."""

@@ -1,6 +1,6 @@
-"""The architectures of GGUF that are read, by name. A family's reader checks the values of the config.json.
+"""The supported architectures of GGUF, by name. A family's reader checks the values of the resulting config.json.
 
-Keys of metadata: the gguf package.
+The gguf package defines the keys of metadata.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _read_latent(file: File) -> dict[str, Any]:
     """Read the sizes of latent attention."""
     values = file.values
     rotary = values.integer("rope.dimension_count")
-    # Files written before 2025-04 have no `*_mla` keys; there, `key_length` and `value_length` are the sizes of a head.
+    # Files from before 2025-04 have no `*_mla` keys. In these, `key_length` and `value_length` are the sizes of a head.
     key_size = values.integer("attention.key_length_mla", values.values.get("attention.key_length"))
     value_size = values.integer("attention.value_length_mla", values.values.get("attention.value_length"))
     return {
@@ -51,7 +51,8 @@ def _read_latent(file: File) -> dict[str, Any]:
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key_size - rotary,
         "v_head_dim": value_size,
-        # These files count the latent as one key-value head, but in the model each head has its own keys and values.
+        # These files count the latent vector as one key-value head. In the model, each head has its own keys and
+        # values.
         "num_key_value_heads": values.integer("attention.head_count"),
         "head_dim": None,
     }
@@ -100,7 +101,7 @@ def _read_deepseek_ocr(file: File) -> dict[str, Any]:
     num_groups = file.values.integer("expert_group_count", 1)
     return {
         "topk_method": "group_limited_greedy" if num_groups > 1 else "greedy",
-        "partial_rotary_factor": 1.0,  # the file may say 0: the size of heads of latent attention, which it has not
+        "partial_rotary_factor": 1.0,  # the file may say 0, a head size of latent attention, which the model lacks
     }
 
 
@@ -136,14 +137,14 @@ def _read_dbrx(file: File) -> dict[str, Any]:
 
 def _read_phimoe(file: File) -> dict[str, Any]:
     return {
-        "router_jitter_noise": 0.01,  # of the published model: the file has no key for it
+        "router_jitter_noise": 0.01,  # value of the published model, because the file has no key for it
         "sliding_window": file.values.integer("attention.sliding_window", 0, low=0) or None,
         "lm_head_bias": "output.bias" in file.kinds,
     }
 
 
 def _read_llama4(file: File) -> dict[str, Any]:
-    # The file has no keys for these. Of the two published models, the one with 128 experts has no norms.
+    # The file has no keys for these settings. Of the two published models, the one with 128 experts has no norms.
     return {"use_qk_norm": file.values.integer("expert_count") != 128, "attention_chunk_size": 8192}
 
 

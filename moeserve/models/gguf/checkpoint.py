@@ -1,9 +1,10 @@
 """Conversion of GGUF files to the layout of Hugging Face checkpoints.
 
-`checkpoint_folder` writes config.json, the tokenizer and links to the files into a cache folder, which is then loaded
-like any other checkpoint, with Hugging Face's tensor names. The gguf package dequantises weights row by row.
+`checkpoint_folder` writes config.json, the tokenizer and links to the GGUF files into a cache folder. This folder is
+then loaded like any other checkpoint, with Hugging Face's tensor names. The gguf package dequantises weights row by
+row.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names of tensors and keys: the gguf package.
+Sources: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; for names of tensors and keys, the gguf package.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _VERSION = 6  # format version of the cache folders; increase it when their file
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the cache folder that represents a GGUF file as a checkpoint. It is written on first use.
+    """Return the cache folder that represents a GGUF file as a checkpoint. Write the folder on first use.
 
     Args:
-        path: the file, or any of its parts (`model-00001-of-00003.gguf`), which must be in one folder.
+        path: the file, or any of its parts (`model-00001-of-00003.gguf`). All parts must be in one folder.
 
     Raises:
         CheckpointError: the file or a part is missing or damaged, the architecture or tokenizer is not supported, or
@@ -98,7 +99,7 @@ def tensors_of(folder: Path) -> dict[str, CheckpointTensor]:
 
 
 def _reshaped(tensor: GgufTensor, kind: str) -> GgufTensor | SmallTensor:
-    """Return a tensor in the model's shape: files leave out or add dimensions of size 1."""
+    """Return a tensor in the model's shape, because files leave out or add dimensions of size 1."""
     size = math.prod(tensor.shape)
     if kind == "ffn_gate_inp_shexp":
         return SmallTensor(tensor, (1, size))
@@ -140,7 +141,7 @@ def _open_state(path: Path, num_bytes: int, modified_ns: int) -> tuple[Metadata,
 
 
 def _open(path: Path) -> tuple[Metadata, dict[str, StoredArray]]:
-    """Return a file's metadata and tensors. The header of an unchanged file is read once."""
+    """Return a file's metadata and tensors. The header is read again only if the file has changed."""
     state = path.stat()
     return _open_state(path, state.st_size, state.st_mtime_ns)
 
@@ -157,7 +158,7 @@ def _write_companions(files: list[Path], folder: Path) -> None:
         (folder / file.name).symlink_to(file.resolve())
     try:
         write_tokenizer(files[0], metadata.under("tokenizer."), folder, max_length=config["max_position_embeddings"])
-    except CheckpointError as error:  # matters only without the setting `tokenizer`
+    except CheckpointError as error:  # an error only if the setting `tokenizer` names no other tokenizer
         (folder / UNREAD_TOKENIZER).write_text(str(error), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -178,7 +179,7 @@ def _tensors_in(files: list[Path]) -> dict[str, tuple[Path, StoredArray]]:
 
 
 def _architecture_of(metadata: Metadata, path: Path) -> tuple[str, ConfigValues]:
-    """Return the name of the architecture, and the metadata that begin with it, under the rest of their keys."""
+    """Return the name of the architecture, and the metadata under its prefix, keyed without this prefix."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise ConfigValues(path, metadata.chosen("general.architecture")).wrong(
@@ -249,7 +250,7 @@ def _config_of(metadata: Metadata, tensors: Mapping[str, tuple[Path, StoredArray
 
 
 def _dtype_of_experts(architecture: str, tensors: Mapping[str, tuple[Path, StoredArray]]) -> str | None:
-    """Return "fp4" if all experts are in MXFP4, like the config.json of DeepSeek-V4."""
+    """Return "fp4" if all experts are in MXFP4, else None. "fp4" is the value in DeepSeek-V4's config.json."""
     arrays = resolved(tensors.values(), ARCHITECTURES[architecture].own_scales)
     experts = [array for _, array in arrays if array.name.endswith("_exps.weight")]
     is_mxfp4 = [array.kind.name == "MXFP4" and array.scale is None for array in experts]
@@ -268,7 +269,7 @@ def _longrope(values: ConfigValues, factors: dict[str, StoredArray]) -> dict[str
 
 
 def _rope_scaling(values: ConfigValues) -> dict[str, Any] | None:
-    values.require("rope.scale_linear", 1.0)  # the key of 2023
+    values.require("rope.scale_linear", 1.0)  # the key that files of 2023 use
     values.require("rope.scaling.attn_factor", 1.0)
     kind = values.values.get("rope.scaling.type", "none")
     if kind == "none":
@@ -281,6 +282,6 @@ def _rope_scaling(values: ConfigValues) -> dict[str, Any] | None:
             if (beta := values.optional_number(f"rope.scaling.yarn_{name}")) is not None:
                 scaling[name] = as_written(beta)
         multiplier = values.optional_number("rope.scaling.yarn_log_multiplier")
-        if multiplier is not None:  # a tenth of DeepSeek's mscale_all_dim
+        if multiplier is not None:  # the multiplier is a tenth of DeepSeek's mscale_all_dim
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * as_written(multiplier), 6))
     return scaling

@@ -20,11 +20,11 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {length: f"rope_factors_{length}.weight" for length in ("short", "long")}
 TOKEN_ID_KEYS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding")}
 _LLAMA3_CONTEXT = 8192  # positions that the models were trained with before their context was extended
-_LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3, of Llama 4
-_NO_ROTATION = 1e29  # least divisor of frequencies that do not rotate (llama.cpp's converter writes 1e30)
+_LLAMA3_HIGH_FACTORS = (4.0, 1.0)  # for Llama 3 and for Llama 4
+_NO_ROTATION = 1e29  # minimum divisor of frequencies that do not rotate (llama.cpp's converter writes 1e30)
 
-# Keys that change the results of the model: first those of which Mixtral supports a single value, then those that it
-# does not support.
+# Keys that change the results of the model: first keys for which Mixtral supports a single value, then keys that
+# Mixtral does not support.
 _ONLY_VALUES = {
     "general.architecture": "llama",
     "llama.expert_count": 0,
@@ -51,7 +51,8 @@ class GgufFile:
         """Map the file and read its metadata.
 
         Raises:
-            CheckpointError: the file is damaged, no GGUF file or no dense Llama, or the gguf package is missing.
+            CheckpointError: the file is damaged, is not a GGUF file, holds no dense Llama, or the gguf package is
+                missing.
         """
         metadata, tensors = open_gguf(path)
         self.path = path
@@ -129,7 +130,9 @@ class GgufFile:
 
 
 def scaling_of_divisors(path: Path, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
-    """Return the settings that give these divisors of the frequencies: Llama 3's scaling, or some that do not rotate.
+    """Return the rotary settings that divide the frequencies by `divisors`.
+
+    These are Llama 3's scaling, or a fraction of each head that is rotated.
 
     Raises:
         CheckpointError: no settings give the divisors.
@@ -141,11 +144,11 @@ def scaling_of_divisors(path: Path, divisors: np.ndarray, head_dim: int, theta: 
 
 
 def llama3_scaling(path: Path, divisors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any]:
-    """Return the settings of Llama 3's scaling that give these divisors of the frequencies.
+    """Return the settings of Llama 3's scaling that divide the frequencies by `divisors`.
 
-    The file holds only the divisors: 1 for short wavelengths, `factor` for long ones, and a blend between. All Llama 3
-    models share the other settings, as do all Llama 4 models, so the largest divisor is the only unknown; the rest is
-    compared.
+    The file holds only the divisors: 1 for short wavelengths, `factor` for long ones, and a blend between. The other
+    settings are the same in all Llama 3 models, and in all Llama 4 models. So only the largest divisor is unknown; the
+    others are compared.
 
     Raises:
         CheckpointError: no settings give the divisors.
@@ -171,7 +174,7 @@ def llama3_scaling(path: Path, divisors: np.ndarray, head_dim: int, theta: float
 
 
 def as_written(value: float) -> float:
-    """Return the float of the shortest decimal that a 32-bit float rounds to: 1e-05 for 9.999999747378752e-06."""
+    """Return the float of the shortest decimal with the same 32-bit float: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 

@@ -1,4 +1,4 @@
-"""Less common layouts of GGUF files: scales in tensors of their own, and gates and ups in one tensor."""
+"""Less common layouts of GGUF files: scales in separate tensors, and gate and up projections in one tensor."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from moeserve.models.gguf.reader import StoredArray
 
 _GATE_UP = ".ffn_gate_up_exps."
 _SCALE = ".scale"  # in files with NVFP4: one number for a matrix, or one for each expert
-_UNUSED = ".input_scale"  # for quantised activations; ours are not quantised
+_UNUSED = ".input_scale"  # for quantised activations, which moeserve does not have
 
 
 def resolved(
     stored: Iterable[tuple[Path, StoredArray]], own_scales: tuple[str, ...] = ()
 ) -> list[tuple[Path, StoredArray]]:
-    """Return tensors with their scales applied, and with gates and ups as separate tensors.
+    """Return tensors with their scales applied, and with gate and up projections as separate tensors.
 
     Args:
-        own_scales: kinds of tensors whose scales are not applied, because the model has them.
+        own_scales: kinds of tensors whose scales are not applied, because they are tensors of the model.
 
     Raises:
-        CheckpointError: a scale does not fit its tensor, or rows of gate and up are not pairs.
+        CheckpointError: a scale does not fit its tensor, or gate and up projections have different numbers of rows.
     """
     by_name = {array.name: (path, array) for path, array in stored}
     found: list[tuple[Path, StoredArray]] = []
@@ -55,7 +55,7 @@ def _scaled(array: StoredArray, scale: StoredArray) -> StoredArray:
 
 
 def _halves(array: StoredArray) -> list[StoredArray]:
-    """Divide a tensor [E, 2 * I, ...] into gates and ups, [E, I, ...] each."""
+    """Divide a tensor [E, 2 * I, ...] into the gate and up projections, [E, I, ...] each."""
     if len(array.shape) < 2 or array.shape[1] % 2:
         raise CheckpointError(f"{array.path}: tensor {array.name!r} of shape {list(array.shape)} has no halves")
     num_experts, num_rows, *others = array.shape

@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files, which are the same for every family, and their translation to the model's names."""
+"""Translates names of tensors in GGUF files, which are the same for every family, to the model's names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm",
-    "attn_output_norm": "post_attention_layernorm",  # of DBRX, which has no ffn_norm
+    "attn_output_norm": "post_attention_layernorm",  # in files of DBRX, which has no ffn_norm
     "attn_output_norm_of_stream": "self_attn_output_norm",
     "post_ffw_norm": "mlp_output_norm",
-    # norms of Gemma 4's experts, and of the network beside them
+    # norms of Gemma 4's experts, and of the dense network beside the experts
     "pre_ffw_norm_2": "post_attention_layernorm.experts",
     "post_ffw_norm_1": "mlp.dense_output_norm",
     "post_ffw_norm_2": "mlp.experts_output_norm",
@@ -58,7 +58,7 @@ _LAYER_NAMES = {
     "ssm_beta": "self_attn.in_proj_b",
     "ssm_norm": "self_attn.norm",
     "ssm_out": "self_attn.o_proj",
-    "ssm_out_proj": "self_attn.out_proj",  # of layers like those of attention (Jamba)
+    "ssm_out_proj": "self_attn.out_proj",  # in layers that are stored like attention (Jamba)
     "ssm_x": "self_attn.x_proj",
     "ssm_dt": "self_attn.dt_proj",
     **{f"ssm_{name}_norm": f"self_attn.{name}_layernorm" for name in ("dt", "b", "c")},
@@ -81,7 +81,7 @@ _LAYER_NAMES = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-# Names with their endings, whose translation has no ending.
+# Names with their endings. Their translations have no ending.
 _WHOLE_NAMES = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -104,14 +104,14 @@ _RENAMED: dict[str, Names] = {
     "Step3p7ForConditionalGeneration": _HEAD_GATES,
 }
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
-_OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files from 2023 store each expert as a tensor of its own
+_OF_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files from 2023 store each expert as a separate tensor
 
 
 @dataclass(frozen=True)
 class GgufName:
-    """The name of a tensor in a GGUF file, in parts: blk.3.attn_q.weight."""
+    """The name of a tensor in a GGUF file, such as blk.3.attn_q.weight, in three parts."""
 
-    prefix: str  # how the model's name begins: "model.layers.3.", or "" for tensors outside layers
+    prefix: str  # start of the model's name: "model.layers.3.", or "" for tensors outside layers
     kind: str  # "attn_q"
     end: str  # ".weight", ".bias" or ""
 
@@ -124,7 +124,7 @@ class GgufName:
         return cls("", stem, dot + end)
 
     def translated(self) -> str | None:
-        """Return the model's name, or None if it has no such tensor."""
+        """Return the model's name for this tensor, or None if the model has no such tensor."""
         if self.prefix and (whole := _WHOLE_NAMES.get(self.kind + self.end)) is not None:
             return self.prefix + whole
         if self.prefix and (match := _OF_EXPERT.fullmatch(self.kind)) is not None:
@@ -134,6 +134,6 @@ class GgufName:
 
 
 def with_gguf_names(family: Family) -> Family:
-    """Return a family with the names that `GgufName.translated` returns, whose tensors are used as they are stored."""
+    """Return a family for GGUF files, with their tensor names. Their tensors are used without changes of values."""
     names = _RENAMED.get(family.architecture, ())
     return dataclasses.replace(family, names=names, wrapped=(), left_out=(), norm_offset=0.0)

@@ -1,8 +1,7 @@
 """A reader of GGUF files: metadata, and tensors as views of the mapped file.
 
-Every number that a file declares is compared with the size of the file before memory or time is spent on it, which
-the gguf package's reader does not do. That package supplies the types and their dequantisation.
-
+Every number that a file declares is compared with the size of the file before memory or time is spent on it. The
+reader of the gguf package does not do this. The gguf package supplies the tensor types and their dequantisation.
 Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 INSTALL_GGUF = "pip install 'moeserve[demo]'"
 
 MAX_TENSORS = 2**16  # 256 experts in 64 layers, with three tensors each, are 49152
-MAX_ENTRIES = 2**16  # in the metadata of a file
+MAX_ENTRIES = 2**16  # maximum number of entries in the metadata of a file
 MAX_ITEMS = 2**22  # maximum length of a list, such as the vocabulary
 MAX_DIMS = 4
 MAX_ALIGNMENT = 2**20
@@ -35,8 +34,8 @@ MAX_ALIGNMENT = 2**20
 _VERSIONS = (2, 3)
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _PLACES = [struct.Struct(f"<{num_dims}QIQ") for num_dims in range(MAX_DIMS + 1)]  # a tensor's sizes, type and offset
-_STRING, _LIST = 8, 9  # numbers of the types of metadata
-_NUMBERS = {  # numpy's names of the other types
+_STRING, _LIST = 8, 9  # type numbers of strings and lists in the metadata
+_NUMBERS = {  # numpy's names of the other types, by type number
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
 }
@@ -45,7 +44,7 @@ _REMOVED = {
     **{4: "Q4_2", 5: "Q4_3"},
     **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
 }
-_OTHER_FORMATS = {b"lmgg": "GGML", b"fmgg": "GGMF", b"tjgg": "GGJT"}  # the first bytes of files from before GGUF
+_OTHER_FORMATS = {b"lmgg": "GGML", b"fmgg": "GGMF", b"tjgg": "GGJT"}  # leading bytes of older formats than GGUF
 _LFS_POINTER = b"version https://git-lfs"
 _SMALLEST_ENTRY = 8 + 4 + 1  # bytes: length of the key, type, value
 _SMALLEST_TENSOR = 8 + 4 + 4 + 8  # bytes: length of the name, number of dimensions, type, offset
@@ -62,11 +61,11 @@ class StoredArray:
     shape: tuple[int, ...]  # outermost dimension first
     data: np.ndarray  # view of the mapped file: numbers of `shape`, or [*shape[:-1], bytes of a row] uint8
     start: int = 0  # offset of the data in the file, in bytes
-    scale: np.ndarray | None = None  # multiplies all values, or one for each slice of the first dimension
+    scale: np.ndarray | None = None  # factor of all values, or of each slice of the first dimension
 
     @property
     def block(self) -> tuple[int, int]:
-        """The values and the bytes of a block."""
+        """The number of values and the number of bytes of a block."""
         return _block_of(self.kind)
 
     def check(self) -> None:
@@ -98,16 +97,16 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class _Place:
-    """The bytes of a value in the metadata."""
+    """The position of a value in the metadata of a file, in bytes."""
 
-    kind: int  # of the value, or of the items of a list
+    kind: int  # type number of the value, or of the items of a list
     num_items: int | None  # None: the value is not a list
     start: int
     stop: int
 
 
 class Metadata(Mapping[str, Any]):
-    """The metadata of a GGUF file by key. A value is converted to Python's types each time that it is looked up."""
+    """The metadata of a GGUF file by key. Values are converted to Python's types at each look-up."""
 
     def __init__(self, path: Path, data: memoryview, places: Mapping[str, _Place]) -> None:
         self._path, self._data, self._places = path, data, places
@@ -133,7 +132,7 @@ class Metadata(Mapping[str, Any]):
         return len(self._places)
 
     def under(self, prefix: str) -> Metadata:
-        """Return the entries whose keys begin with `prefix`, keyed without it."""
+        """Return the entries whose keys begin with `prefix`, keyed without this prefix."""
         chosen = {key[len(prefix) :]: place for key, place in self._places.items() if key.startswith(prefix)}
         return Metadata(self._path, self._data, chosen)
 
@@ -153,7 +152,7 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, StoredArray]]:
     """Map a GGUF file. Return its metadata, and its tensors by name.
 
     Raises:
-        CheckpointError: the file is damaged or no GGUF file, or the gguf package is missing.
+        CheckpointError: the file is damaged or is not a GGUF file, or the gguf package is missing.
     """
     try:
         import gguf  # noqa: F401, needed for the types of tensors
@@ -234,7 +233,7 @@ class _Header:
             self.damaged(f"{what} is not UTF-8 ({error})")
 
     def place(self, key: str) -> _Place:
-        """Skip the value of a key."""
+        """Skip the value of a key, and return its position."""
         kind, num_items = self._number(_U32, key), None
         if kind == _LIST:
             kind = self._number(_U32, key)
@@ -254,7 +253,7 @@ class _Header:
         return _Place(kind, num_items, start, self._position)
 
     def tensors(self, number: int, alignment: int) -> dict[str, StoredArray]:
-        """Return the tensors by name."""
+        """Return the next `number` tensors by name."""
         described = [self._describe_tensor() for _ in range(number)]
         first = -(-self._position // alignment) * alignment
         found: dict[str, StoredArray] = {}
@@ -307,7 +306,7 @@ class _Header:
         return int(number)
 
     def _skip(self, num_bytes: int, what: str) -> int:
-        """Skip bytes, and return the position of the first."""
+        """Skip bytes, and return the position of the first skipped byte."""
         start, left = self._position, len(self._data) - self._position
         if num_bytes > left:
             self.damaged(f"{what} takes {num_bytes} bytes where {left} are left")
@@ -333,7 +332,7 @@ class _Header:
 
 @functools.cache
 def _kind_of(number: int) -> gguf.GGMLQuantizationType:
-    """Return a type of tensors by its number. Raises ValueError if there is none."""
+    """Return the tensor type with a number. Raises ValueError if there is no such type."""
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType(number)
@@ -341,7 +340,7 @@ def _kind_of(number: int) -> gguf.GGMLQuantizationType:
 
 @functools.cache
 def _block_of(kind: gguf.GGMLQuantizationType) -> tuple[int, int]:
-    """Return the values and the bytes of a block."""
+    """Return the number of values and the number of bytes of a block of this type."""
     from gguf import GGML_QUANT_SIZES
 
     values, num_bytes = GGML_QUANT_SIZES[kind]

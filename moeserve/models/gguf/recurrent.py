@@ -15,7 +15,7 @@ _NETWORKS = ("full_attn", "linear_attn", "mlp")  # of MiniMax-01
 
 
 def mixer_types(file: File, recurrent: str, attention: str) -> list[str]:
-    """Return the types of the layers. Those with a state have no heads of keys."""
+    """Return the type of each layer: `attention` if the layer has key-value heads, else `recurrent`."""
     return [attention if size else recurrent for size in file.sizes_of_layers("attention.head_count_kv")]
 
 
@@ -81,7 +81,7 @@ def read_minimax(file: File) -> dict[str, Any]:
 
 
 def read_delta(file: File) -> dict[str, Any]:
-    """Read gated delta networks."""
+    """Return the entries of config.json for gated delta networks."""
     num_heads = file.values.integer("ssm.time_step_rank")
     return {"linear_value_head_dim": file.values.integer("ssm.inner_size") // num_heads}
 
@@ -105,9 +105,9 @@ class _DeltaSizes:
 
 
 def qwen3_next_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
-    """Divide the projections that hold the rows of several projections, grouped by key head.
+    """Divide stored projections that each hold the rows of several projections, grouped by key head.
 
-    All files store rates and decays in this way; older files also queries, keys, values and gates.
+    All files store rates and decays in this way. Older files also store queries, keys, values and gates in this way.
     """
     sizes = _DeltaSizes.read(values)
     ratio = sizes.num_heads // sizes.num_key_heads
@@ -129,7 +129,7 @@ def qwen3_next_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
 
 
 def qwen3_5_parts(values: ConfigValues) -> dict[str, tuple[Part, ...]]:
-    """Reorder value heads. Files store the first value head of every key head, then the second ones, and so on."""
+    """Reorder value heads. Files store the first value head of all key heads, then the second of all, and so on."""
     sizes = _DeltaSizes.read(values)
     ratio = sizes.num_heads // sizes.num_key_heads
     heads = np.arange(sizes.num_heads).reshape(ratio, sizes.num_key_heads).T.reshape(-1)

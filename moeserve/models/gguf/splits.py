@@ -1,7 +1,7 @@
 """Splits of text into words, by the name in `tokenizer.ggml.pre`, for the byte-level vocabularies of GGUF files.
 
-Converters write a name instead of the split. The patterns are those of the tokenizers that the models were published
-with; some apply several one after the other. Names: those that llama.cpp's converter writes.
+Converters write a name instead of the patterns of a split. The patterns here come from the tokenizers with which the
+models were published. Some splits apply several patterns in turn. The names are those of llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Split:
 
     patterns: tuple[str, ...]  # applied one after the other
     ignore_merges: bool = False  # a word in the vocabulary is one token, even if merges would split it
-    adds_bos: bool = False  # default if the file does not set it
+    adds_bos: bool = False  # default if the file does not say it
     normalizer: normalizers.Normalizer | None = None
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return the splits, followed by the representation of bytes as characters."""
+        """Return the splits, followed by the conversion of bytes to characters."""
         # These vocabularies have separate tokens for words after a space, so no space is put before the first word.
         splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -64,7 +64,7 @@ _DEEPSEEK_LLM = (
     r"\p{N}",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
-# Of files from before converters wrote names.
+# The split for files from before converters wrote names.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 SPLITS = {

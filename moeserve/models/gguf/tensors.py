@@ -17,10 +17,10 @@ from moeserve.models.checkpoint.tensors import ReadRows
 from moeserve.models.gguf.reader import StoredArray
 from moeserve.ops.products.interface import PackedFormat, StoredCodes
 
-_Q4_0_BYTES = 18  # of a group: a float16 scale, then the codes
-_MXFP4_BYTES = 17  # of a group: an exponent, then the codes
+_Q4_0_BYTES = 18  # bytes of a group: a float16 scale, then the codes
+_MXFP4_BYTES = 17  # bytes of a group: an exponent, then the codes
 
-# H heads, K and V rows of a head's keys and values, L latent
+# H: heads, K and V: rows of a head's keys and values, L: size of the latent vector
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GgufTensor:
     is_encoded: ClassVar[bool] = True
     shard: Path
     stored: StoredArray
-    rows: np.ndarray | None = None  # of the stored tensor, in the model's order; None: all, as they are stored
+    rows: np.ndarray | None = None  # indices of stored rows, in the model's order; None: all rows in stored order
     columns: np.ndarray | None = None
 
     @property
@@ -54,11 +54,11 @@ class GgufTensor:
         return torch.from_numpy(values if self.columns is None else values[..., self.columns])
 
     def has_packed_groups(self, read_rows: ReadRows) -> bool:
-        """Return True for Q4_0, whose groups are those of packed weights."""
+        """Return True for Q4_0, whose groups have the same inputs as groups of packed weights."""
         return self.stored.kind.name == "Q4_0" and self.stored.scale is None and self.columns is None
 
     def read_scales(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        """Return the scales of Q4_0. With a negative scale, packed weights have code 15 - c for code c."""
+        """Return the magnitudes of Q4_0's scales. For a negative scale, packed weights store 15 - c for code c."""
         rows = slice(start, stop) if self.rows is None else self.rows[start:stop]
         blocks = self.stored.data[rows]
         groups = blocks.reshape(*blocks.shape[:-1], -1, _Q4_0_BYTES)
@@ -74,7 +74,7 @@ class GgufTensor:
 
     @property
     def packed_format(self) -> PackedFormat | None:
-        """The format of packed weights with the same codes and scales. Kernels need not have it."""
+        """The format of packed weights with the same codes and scales, even if no kernel supports it; None: none."""
         is_as_stored = self.stored.scale is None and self.columns is None
         return self.type_name.lower() if is_as_stored and self.type_name != "MXFP4" else None
 
@@ -85,7 +85,7 @@ class GgufTensor:
     def read_codes(self, read_rows: ReadRows, part: tuple[slice, ...], inputs: slice, unit: int) -> StoredCodes:
         first, others = part[0], (slice(None), *part[1:])
         blocks = self.stored.data[first if self.rows is None else self.rows[first]]
-        with warnings.catch_warnings():  # the mapped file is read-only, which torch does not know
+        with warnings.catch_warnings():  # the mapped file is read-only, which torch warns about
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             codes = torch.from_numpy(blocks)
         size, num_bytes = self.stored.block
@@ -99,7 +99,7 @@ class GgufTensor:
         return self.stored.kind.name == "MXFP4" and is_as_stored
 
     def read_mxfp4(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return codes in the order of safetensors: GGUF has the first half of a group in the low bits."""
+        """Return codes in the order of safetensors. GGUF stores the first half of a group in the low bits."""
         blocks = self.stored.data[start:stop]
         groups = blocks.reshape(*blocks.shape[:-1], -1, _MXFP4_BYTES)
         exponents, halves = groups[..., 0], groups[..., 1:]
@@ -114,19 +114,19 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class SmallTensor:
-    """A tensor without codes, which the model has in another shape."""
+    """A tensor that is not quantised, and has another shape in the model than in the file."""
 
     is_encoded: ClassVar[bool] = True
     stored: GgufTensor
     shape: tuple[int, ...]
-    is_decay: bool = False  # stored as -exp(value)
+    is_decay: bool = False  # the file stores -exp(value)
 
     @property
     def shard(self) -> Path:
         return self.stored.shard
 
     def check(self) -> None:
-        self.stored.check()  # the shape has the elements of the stored tensor
+        self.stored.check()  # the shape has as many elements as the stored tensor
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         values = self.stored.read(read_rows, 0, self.stored.shape[0]).reshape(self.shape)

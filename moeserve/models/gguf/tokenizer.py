@@ -28,7 +28,7 @@ def write_tokenizer(source: Path, metadata: Mapping[str, Any], folder: Path, *, 
 
     Args:
         source: the GGUF file, for error messages.
-        metadata: its `tokenizer.*` values, without that prefix.
+        metadata: the file's `tokenizer.*` values, keyed without this prefix.
         max_length: maximum context length of the model in tokens.
 
     Raises:
@@ -42,7 +42,7 @@ def write_tokenizer(source: Path, metadata: Mapping[str, Any], folder: Path, *, 
         raise
     except Exception as error:  # lists of a wrong type or length and ids outside the vocabulary raise various types
         raise CheckpointError(f"{source}: the values under tokenizer.ggml contradict each other: {error!r}") from error
-    # `Tokenizer.save` raises a bare Exception where the disk is full.
+    # `Tokenizer.save` would raise a bare Exception if the disk is full.
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -99,7 +99,7 @@ def _convert(source: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
-    """Return the chat template, or a list of templates with names as in tokenizer_config.json."""
+    """Return the chat template, or a list of named templates in the form of tokenizer_config.json."""
     prefix, default = "chat_template.", metadata.get("chat_template")
     named = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     if not named:
@@ -109,7 +109,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] |
 
 
 def _without_duplicates(tokens: list[str]) -> list[str]:
-    """Return tokens without duplicates: later ones with the same text get names that do not occur in texts."""
+    """Return tokens without duplicates. A later duplicate is replaced by a text that does not occur in prompts."""
     first_ids: dict[str, int] = {}
     return [
         token if first_ids.setdefault(token, token_id) == token_id else f"\ue000{token_id}"
@@ -154,9 +154,9 @@ def _sentence_piece(metadata: Mapping[str, Any], type_of_token: dict[str, int]) 
 
 
 def _merges_from_scores(type_of_token: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces whose concatenation is a piece, ordered by its score, highest first.
+    """Return all pairs of pieces whose concatenation is a piece, ordered by this piece's score, highest first.
 
-    Only normal pieces are merged: the others are matched as a whole in the text, or represent one byte.
+    Only normal pieces are merged. Other pieces are matched as a whole in the text, or represent one byte.
     """
     score_of_piece = {
         token: score for (token, kind), score in zip(type_of_token.items(), scores, strict=True) if kind == NORMAL

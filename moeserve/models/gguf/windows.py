@@ -14,7 +14,7 @@ def feed_forward_types(file: File) -> list[str]:
 
 
 def _has_window(file: File) -> list[bool]:
-    """Return a flag for each layer: True if its attention has a window."""
+    """Return a flag for each layer: True if the layer's attention has a window."""
     key, num_layers = "attention.sliding_window_pattern", file.config["num_hidden_layers"]
     flags = file.values.values.get(key)
     if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
@@ -23,10 +23,10 @@ def _has_window(file: File) -> list[bool]:
 
 
 def read_windows(file: File, full_fraction: float | None = None, fraction: float | None = None) -> dict[str, Any]:
-    """Read which layers have windows, and the rotary settings of both types of layers.
+    """Return the windows, and the rotary settings of layers with and without windows.
 
     Args:
-        full_fraction, fraction: rotated fractions of heads without and with windows; None: the one of the file.
+        full_fraction, fraction: rotated fraction of a head in layers without and with windows; None: the file's value.
     """
     theta, usual = file.config["rope_theta"], file.config["partial_rotary_factor"]
     in_windows = as_written(file.values.number("rope.freq_base_swa", theta))
@@ -50,7 +50,7 @@ def read_windows(file: File, full_fraction: float | None = None, fraction: float
 
 
 def read_types(file: File) -> dict[str, Any]:
-    """Read windows. Only layers with one are rotated, so there is one rotary setting."""
+    """Return the windows. Only layers with a window are rotated, so there is one rotary setting."""
     found = read_windows(file)
     return {key: found[key] for key in ("sliding_window", "layer_types", "mlp_layer_types")}
 
@@ -80,7 +80,7 @@ def read_gemma4(file: File) -> dict[str, Any]:
 
 
 def _sizes_by_window(file: File, key: str) -> tuple[int, int]:
-    """Return the numbers under a key of the layers without and with windows, each of which agree."""
+    """Return the number under `key` of layers without windows, and of layers with windows."""
     of_layers = list(zip(file.sizes_of_layers(key), _has_window(file), strict=False))
     by_type = [{size for size, has in of_layers if has == is_windowed} for is_windowed in (False, True)]
     if any(len(numbers) > 1 for numbers in by_type) or not any(by_type):
@@ -104,11 +104,11 @@ def read_mimo(file: File) -> dict[str, Any]:
 
 def read_step(file: File) -> dict[str, Any]:
     heads, heads_in_windows = _sizes_by_window(file, "attention.head_count")
-    # llama.cpp's converter refuses other fractions, and writes none.
+    # llama.cpp's converter refuses other fractions, so files have no key for them.
     return read_windows(file, full_fraction=0.5, fraction=1.0) | {
         "num_attention_heads": heads,
         "num_sliding_attention_heads": heads_in_windows,
-        # Limits of layers for multi-token prediction, which follow, are left out by the family's reader.
+        # The lists go on with limits of layers for multi-token prediction, which the family's reader drops.
         **{
             name: [as_written(limit) if isinstance(limit, float) else limit for limit in limits]
             for name, key in (("swiglu_limits", "swiglu_clamp_exp"), ("swiglu_limits_shared", "swiglu_clamp_shexp"))
