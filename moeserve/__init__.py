@@ -69,7 +69,8 @@ __all__ = [
 ]
 
 
-# Imported when used: LLM imports torch, which takes a second, and kernels are checked on machines without msgspec.
+# Modules are imported when a name is first used: `LLM` imports torch, which takes a second, and kernels are checked on
+# machines without msgspec.
 _MODULES = {
     "LLM": "moeserve.api.llm",
     "AsyncEngineArgs": "moeserve.cli.engine_args",
@@ -92,10 +93,11 @@ _MODULES = {
 
 
 def _import(module: str) -> None:
-    """Import a module without the time of collections: torch makes half a million objects, none of them garbage.
+    """Import a module with few garbage collections meanwhile.
 
-    Python would look for garbage after every 700 objects. Later collections would take 0.1 s each, so they skip what
-    exists by then, except garbage from before, which is collected first.
+    Importing torch creates half a million objects, none of which is garbage, and Python by default collects after every
+    700 new objects. Garbage from before is collected first. Objects that exist after the import are frozen: later
+    collections skip them, because visiting all of them would take 0.1 s each time.
     """
     gc.collect()
     thresholds = gc.get_threshold()

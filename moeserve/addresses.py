@@ -12,14 +12,14 @@ import msgspec
 
 from moeserve.errors import SettingsError
 
-SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921  # the address of an interface; else: macOS
+SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921  # request for an interface's address; else: macOS
 _ANY_PORT = 9  # "connecting" a datagram socket only looks up the route
 
 
 class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address and secret of the store where the ranks of one launch meet. See `distributed/store_server.py`."""
 
-    name: str = ""  # of a socket on this host, see `processes/local_sockets.py`; empty: host and port
+    name: str = ""  # name of a socket on this host, see `processes/local_sockets.py`; empty: use host and port
     host: str = ""
     port: int = 0
     key: str  # secret, hexadecimal
@@ -29,9 +29,9 @@ class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the agent of another host listens, which starts ranks there. See `executor/hosts/agent.py`."""
+    """Address of the agent on another host, which starts ranks there. See `executor/hosts/agent.py`."""
 
-    number: int  # of the host, from 1
+    number: int  # number of the host, from 1
     host: str
     port: int
     key: str  # secret, hexadecimal

@@ -1,4 +1,4 @@
-"""The kinds of items in a KV cache. Without msgspec, because the GPU benchmarks import the layers without it."""
+"""The kinds of items in a KV cache. Does not import msgspec: the GPU benchmarks import the layers without it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import enum
 
 
 class CacheKind(enum.IntEnum):
-    """The kinds of items in a KV cache. All items of a kind have the same size, and places are counted per kind."""
+    """The kinds of items in a KV cache.
+
+    All items of a kind have the same size, and each kind numbers its own places.
+    """
 
     BLOCK = 0  # block of the layers that keep all tokens
     WINDOW_BLOCK = 1  # block of the layers with windows

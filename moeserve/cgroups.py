@@ -10,16 +10,18 @@ ROOT = Path("/")
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the number of cores' time that this process may use; None if no cgroup limits it.
+    """Return how many cores' worth of CPU time this process may use, perhaps a fraction; None if no cgroup limits it.
 
     Args:
-        root: the file system that has /proc and the mounted cgroups.
+        root: root of the file system with /proc and the mounted cgroups.
     """
     return min((quota for folder in _folders("cpu", root) for quota in _quotas(folder)), default=None)
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes that this process may still allocate; None if no cgroup limits it. Cached files count as free.
+    """Return the bytes that this process may still allocate; None if no cgroup limits memory.
+
+    Cached files count as free.
 
     Args:
         root: as for `cpu_quota`.
@@ -29,8 +31,8 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 def _quotas(folder: Path) -> Iterator[float]:
     """Yield the quota of one cgroup in cores, if it has one."""
-    quota_and_period = _words(folder / "cpu.max") or [  # version 2, or "max 100000"
-        *_words(folder / "cpu.cfs_quota_us"),  # version 1, or -1
+    quota_and_period = _words(folder / "cpu.max") or [  # version 2; "max 100000" if there is no limit
+        *_words(folder / "cpu.cfs_quota_us"),  # version 1; -1 if there is no limit
         *_words(folder / "cpu.cfs_period_us"),
     ]
     match [int(word) for word in quota_and_period if word.isdecimal()]:
@@ -46,7 +48,7 @@ def _memory_left(folder: Path) -> Iterator[int]:
     limits = _words(folder / "memory.max") + _words(folder / "memory.high")
     usage = _words(folder / "memory.current")
     cached = statistic.get("inactive_file", "0")
-    if not usage:  # version 1, whose statistics also have the least limit of all parents, even of invisible ones
+    if not usage:  # version 1: memory.stat also has the minimum of all parents' limits, even of invisible parents
         limits = [*_words(folder / "memory.limit_in_bytes"), statistic.get("hierarchical_memory_limit", "")]
         usage = _words(folder / "memory.usage_in_bytes")
         cached = statistic.get("total_inactive_file", "0")
@@ -70,7 +72,8 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
             continue
         top = root / mount_point.lstrip("/")
         for group in of_mount:
-            # In a container, the mount may show a cgroup that /proc names differently: then only its top is known.
+            # In a container, the mount may show a cgroup that /proc names differently: then only the mount's top folder
+            # is known.
             is_below = PurePosixPath(group).is_relative_to(mounted_group)
             folder = top / PurePosixPath(group).relative_to(mounted_group) if is_below else top
             yield folder

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-INITIAL_VERSION = "default"  # of the weights of the checkpoint, as in vLLM
+INITIAL_VERSION = "default"  # version of the checkpoint's weights, as in vLLM
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
@@ -29,30 +29,34 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
-    """Return memory to the system, after a `Pause` that forgets all prefixes and no request survives with its cache.
+    """Return memory to the operating system. Follows a `Pause` that forgets all prefixes and keeps no request's cache.
 
-    Level 1: that of caches and of graphs; level 2: also that of the weights, which are then stale.
+    Level 1 returns the memory of caches and graphs. Level 2 also returns the memory of the weights, which are then
+    stale.
     """
 
     level: Literal[1, 2]
 
 
 class EndSleep(msgspec.Struct, frozen=True, tag="end-sleep"):
-    """Let memory with these tags be used again. Its pages come back when they are written."""
+    """Let memory with these tags be used again. The operating system provides its pages again when they are written."""
 
     tags: list[MemoryTag]
 
 
 class StartUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="start-update"):
-    """Begin an update of the weights. No step runs until `FinishUpdate`, or `CancelUpdate` before any tensor."""
+    """Begin an update of the weights.
 
-    # Shapes of all tensors of the update, by name, which tell how experts are stacked; empty: as in the checkpoint.
+    No step runs until `FinishUpdate`, or until `CancelUpdate` if no tensor was loaded before.
+    """
+
+    # Shapes of all tensors of the update, by name. They show how experts are stacked. Empty: as in the checkpoint.
     shapes: dict[str, list[int]] = {}
     needs_all: bool = False  # all tensors must be sent, because the weights are of several versions
 
 
 class LoadTensors(msgspec.Struct, frozen=True, tag="load-tensors"):
-    """Copy tensors to their places in all ranks. After an error the update has ended, perhaps with stale weights."""
+    """Copy tensors into the weights of all ranks. An error ends the update and may leave the weights stale."""
 
     path: str  # a folder with safetensors shards, or a safetensors file in shared memory
 
@@ -65,14 +69,14 @@ class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag="receive-ten
 
 
 class FinishUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="finish-update"):
-    """End an update. It stays open, with an error, if weights are partly filled."""
+    """End an update. If a weight is only partly filled, the result is an error and the update stays open."""
 
     version: str
     salt: bytes  # see `Pause`
 
 
 class CancelUpdate(msgspec.Struct, frozen=True, tag="cancel-update"):
-    """End an update without its last tensors. If there were any, the weights are stale until a whole update."""
+    """End an update early. If tensors were already loaded, the weights are stale until a whole update."""
 
 
 class ReadChecksums(msgspec.Struct, frozen=True, tag="read-checksums"):
@@ -93,7 +97,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The report of all ranks about a `WeightCommand`."""
 
-    error: str = ""  # empty: it has succeeded
+    error: str = ""  # empty: the command has succeeded
     is_open: bool = False  # an update has begun and not ended
     is_whole: bool = True  # all weights are of one version, and no update is open
     checksums: dict[str, str] = {}  # by rank and name of the weights
@@ -111,12 +115,12 @@ class WeightState(msgspec.Struct, frozen=True):
 
     version: str = INITIAL_VERSION
     is_updating: bool = False  # an update has begun and not ended
-    is_stale: bool = False  # they are of several versions, or older than requests expect, so no request is served
+    is_stale: bool = False  # weights are of several versions, or older than requests expect, so no request is served
     asleep: tuple[MemoryTag, ...] = ()  # memory that was returned to the system
 
     @property
     def refusal(self) -> str:
-        """The reason why requests are refused; empty: they are served."""
+        """The reason why requests are refused; empty if requests are served."""
         if not self.is_stale:
             return ""
         return (

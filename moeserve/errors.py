@@ -95,7 +95,7 @@ class LockstepError(MoeserveError, RuntimeError):
 
 
 class RankStateError(MoeserveError, RuntimeError):
-    """A rank keeps another state of a request than the scheduler. Raised with debug_rank_state=True only."""
+    """A rank and the scheduler have different states of a request. Raised with debug_rank_state=True only."""
 
 
 def missing_extra(what: str, extra: str, error: ImportError) -> SettingsError:
@@ -107,16 +107,16 @@ def missing_extra(what: str, extra: str, error: ImportError) -> SettingsError:
     return SettingsError(f"{what} ({error}): pip install 'moeserve[{extra}]'")
 
 
-MAX_NEAR = 3  # more names than these are no suggestion
+MAX_NEAR = 3  # if more known names than this are near, none is suggested
 
 
 def nearest(
     word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | None = None, otherwise: str | None = None
 ) -> str:
-    """Return the end of an error message about an unknown word: the nearest known ones, or all if none is near.
+    """Return the end of an error message about an unknown word: the nearest known words, or all if none is near.
 
     Args:
-        shown_as: how the message shows known words, if not quoted.
+        shown_as: text that the message shows for each known word; None: the word in quotes.
         otherwise: returned instead of all known words if none is near.
     """
     names = {name: repr(name) if shown_as is None else shown_as[name] for name in sorted(known)}
@@ -135,7 +135,7 @@ def near_names(word: str, known: Iterable[str]) -> list[str]:
     """
     word = _normalised(word)
     names = {name: _normalised(name) for name in known}
-    most = min(len(word) // 3, 1 + len(word) // 8, 3)  # as many errors as leave no doubt
+    most = min(len(word) // 3, 1 + len(word) // 8, 3)  # maximum number of errors that leaves no doubt
     errors = {name: _num_typing_errors(word, text, most) for name, text in names.items()}
     fewest = min(errors.values(), default=0)
     near = [name for name, text in names.items() if f"_{word}_" in f"_{text}_" and 2 * len(word) >= len(text)]

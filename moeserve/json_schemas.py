@@ -1,4 +1,4 @@
-"""Rewrites JSON schemas into ones with which grammars can be built, and finds the places that prevent it."""
+"""Rewrites JSON schemas so that grammars can be built from them, and finds the places that prevent this."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# Keywords whose values are schemas: one, several by name, and a list.
+# Keywords whose value is one schema, a dict of schemas by name, or a list of schemas.
 _OF_ONE = (
     *("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"),
     *("unevaluatedItems", "unevaluatedProperties"),
@@ -20,7 +20,7 @@ _FORMATS = frozenset(
 _ANNOTATIONS = frozenset(["type", "title", "description", "$comment", "examples", "default", "deprecated"])
 _MOST = 10**18  # larger bounds cannot be expressed
 _NOTHING: Mapping[str, Any] = {}
-_MOST_TAGS = 16  # constants that all branches of a union have, of which one may be its tag
+_MOST_TAGS = 16  # maximum number of properties that are tried as the tag of a union
 # Keywords that restrict values in ways that no grammar expresses.
 _UNSUPPORTED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired"),
@@ -36,14 +36,16 @@ _LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 
 def servable_schema(schema: Any) -> Any:
-    """Return a schema that allows the same values, or fewer of them, in keywords with which grammars can be built.
+    """Return a schema that uses only keywords that grammars support, where possible.
+
+    It allows the same values or fewer.
 
     - Formats that are annotations are dropped, and so are keywords that restrict nothing here, such as
       `{"propertyNames": {"type": "string"}}`.
     - A property that may not be present (`{"not": {}}`) has the schema false.
     - Branches of `anyOf` whose pattern has look-around are dropped if others remain.
-    - The branches of a tagged union require their tag, which otherwise may be left out for its default.
-    - Restrictions of the names of properties are written as properties, or as a pattern of them.
+    - The branches of a tagged union require their tag, also if the tag was optional because it has a default.
+    - `propertyNames` is written as `properties` or `patternProperties`.
     - Bounds of numbers are at most 10^18.
     """
     document = _Document(schema)
@@ -51,19 +53,19 @@ def servable_schema(schema: Any) -> Any:
 
 
 def relaxed_schema(schema: Any) -> Any:
-    """Return a schema without the restrictions with which no grammar can be built. Its values may violate them."""
+    """Return a schema without the restrictions that no grammar expresses. Values that it allows may violate them."""
     servable = servable_schema(schema)
     document = _Document(servable)
     return _rewritten(servable, lambda node: _relaxed(node, document))
 
 
 def without_unique_items(schema: Any) -> Any:
-    """Return a schema without `uniqueItems`. Lists of its values may have equal items."""
+    """Return a schema without `uniqueItems`. The lists that it allows may have equal items."""
     return _rewritten(schema, lambda node: {key: value for key, value in node.items() if key != "uniqueItems"})
 
 
 def unsupported_places(schema: Any) -> Iterator[tuple[str, str]]:
-    """Yield the places of a servable schema, as JSON pointers, and the keywords there that no grammar expresses."""
+    """Yield the places in a servable schema, as JSON pointers, each with a keyword there that no grammar expresses."""
     return _unsupported_places(schema, "#", _Document(schema))
 
 
@@ -81,7 +83,7 @@ def _unsupported_places(schema: Any, place: str, document: _Document) -> Iterato
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the schemas directly within a schema, with their places in it as the rest of a JSON pointer."""
+    """Yield each schema directly within a schema, after its place there, as the end of a JSON pointer."""
     for name in _OF_ONE:
         if isinstance(schema.get(name), Mapping):
             yield name, schema[name]
@@ -98,7 +100,7 @@ def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
 
 
 def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return a schema in which a function has rewritten each schema, the inner ones first."""
+    """Return a schema after a function has rewritten the schema itself and, before that, each schema within it."""
     if not isinstance(schema, Mapping):
         return schema
     node = dict(schema)
@@ -115,15 +117,18 @@ def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 class _Document:
-    """A whole schema, to whose parts references point. It remembers what it has found, so that time is linear."""
+    """A whole schema, which resolves references to its parts.
+
+    Results are cached, so that rewriting takes linear time.
+    """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._constants: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id of the part, which must live
+        self._constants: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id of the part, which is kept alive here
         self._is_circular: dict[int, bool] = {}  # parts that references point to, by id
 
     def resolved(self, branch: Any) -> Mapping[str, Any]:
-        """Return a schema, or the part to which it refers; an empty one if there is none."""
+        """Return a schema, or the part of the document that its `$ref` names; an empty schema if there is none."""
         if not isinstance(branch, Mapping):
             return _NOTHING
         reference = branch.get("$ref")
@@ -136,7 +141,7 @@ class _Document:
         return target if isinstance(target, Mapping) and reference.startswith("#") else _NOTHING
 
     def constants(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the properties of a part that have one possible value, with it."""
+        """Return the properties of a part that allow exactly one value, with this value."""
         if id(part) not in self._constants:
             self._constants[id(part)] = part, _constants(part)
         return self._constants[id(part)][1]
@@ -156,7 +161,7 @@ class _Document:
 
 
 def _exact(node: dict[str, Any], document: _Document) -> Any:
-    """Return one schema in supported keywords."""
+    """Return one schema, whose inner schemas are rewritten already, in supported keywords."""
     if node.get("not") is True or node.get("not") == {}:
         return False
     if node.get("not") is False:
@@ -184,7 +189,7 @@ def _exact(node: dict[str, Any], document: _Document) -> Any:
 
 
 def _with_named_properties(node: dict[str, Any], document: _Document) -> dict[str, Any]:
-    """Return a schema without propertyNames, if it restricts nothing or can be written as properties."""
+    """Return a schema without `propertyNames`, if this keyword restricts nothing or can be written as properties."""
     others = {key: value for key, value in node.items() if key != "propertyNames"}
     names = {} if node["propertyNames"] is True else node["propertyNames"]
     if isinstance(names, Mapping) and names.keys() - _ANNOTATIONS == {"$ref"}:
@@ -207,7 +212,7 @@ def _with_named_properties(node: dict[str, Any], document: _Document) -> dict[st
 
 
 def _pattern_of(texts: Mapping[str, Any]) -> str | None:
-    """Return the pattern of texts that are restricted by a pattern, or by their length; None if it has another form."""
+    """Return a pattern for texts that a schema restricts by a pattern or by their length; None for any other schema."""
     if "pattern" in texts:
         return texts["pattern"] if isinstance(texts["pattern"], str) and len(texts.keys() - _ANNOTATIONS) == 1 else None
     least, most = texts.get("minLength", 0), texts.get("maxLength", "")
@@ -217,7 +222,10 @@ def _pattern_of(texts: Mapping[str, Any]) -> str | None:
 
 
 def _with_tags(branches: list[Any], document: _Document) -> list[Any]:
-    """Return the branches of oneOf, each of which requires its tag: a property with a different constant in each."""
+    """Return the branches of `oneOf`, each of which requires the tag, if there is one.
+
+    A tag is a property that all branches have, with a different constant in each branch.
+    """
     found = [document.resolved(branch) for branch in branches]
     if not found or len({id(part) for part in found}) < len(found):  # equal branches have no tag
         return list(branches)
@@ -230,10 +238,12 @@ def _with_tags(branches: list[Any], document: _Document) -> list[Any]:
 
 
 def _with_tag(branch: Mapping[str, Any], target: Mapping[str, Any], tag: str) -> Mapping[str, Any]:
-    """Return a branch that requires its tag; one that is malformed unchanged, so that its place is reported.
+    """Return a branch that requires its tag.
+
+    A malformed branch is returned unchanged, so that an error names its place.
 
     Args:
-        target: the branch, or the part to which it refers.
+        target: the branch, or the part to which the branch refers.
     """
     required = branch.get("required", [])
     for names in (required, target.get("required", [])):
@@ -243,7 +253,7 @@ def _with_tag(branch: Mapping[str, Any], target: Mapping[str, Any], tag: str) ->
 
 
 def _constants(branch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of a schema that have one possible value, with it."""
+    """Return the properties of a schema that allow exactly one value, with this value."""
     properties = branch.get("properties")
     constants = {}
     for name, part in properties.items() if isinstance(properties, Mapping) else ():
@@ -266,7 +276,7 @@ def _relaxed(node: dict[str, Any], document: _Document) -> dict[str, Any]:
 
 
 def _without_look_around(branches: list[Any]) -> list[Any]:
-    """Return the branches of anyOf without those whose pattern no grammar expresses, if others than null remain.
+    """Return the branches of `anyOf` without those whose pattern has look-around, if a branch besides null remains.
 
     A decimal of pydantic, for example, may be a number, or a text with such a pattern.
     """

@@ -14,14 +14,14 @@ from moeserve.cgroups import cpu_quota, memory_left
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use: its affinity or its container's quota, if smaller."""
+    """Return the number of CPU cores that this process may use, within its affinity and its container's quota."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return num_cores if quota is None else max(1, min(num_cores, int(quota)))
 
 
 def free_memory(num_processes: int = 1) -> int:
-    """Return the number of bytes that each of some processes could allocate now without swapping.
+    """Return the number of bytes that each of `num_processes` processes could allocate now without swapping.
 
     Args:
         num_processes: processes that share the memory of this host. Each has the resource limits of this one.

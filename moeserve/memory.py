@@ -18,18 +18,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The C library keeps smaller blocks. Larger ones of varying sizes, such as the rows of experts on several ranks, it
-# returns to the system again and again: page faults took a tenth of a prefill.
+# The C library keeps smaller freed blocks. It returns larger blocks of varying sizes, such as the rows of experts on
+# several ranks, to the system again and again: page faults took a tenth of a prefill.
 MIN_REUSED_BYTES = 2**19
 PAGE_BYTES = 2**21  # a large page
 ALIGNMENT = 64  # bytes
-REFERENCES_OF_FREE = 2  # to unused memory: its owner's, and the argument of sys.getrefcount
+REFERENCES_OF_FREE = 2  # references to an unused buffer: its owner's, and the argument of sys.getrefcount
 
 
 class BufferPool:
     """Buffers for tensors. A buffer is reused once its tensor and all views of it are freed.
 
-    It holds at most the memory that was once in use at the same time, plus less than a large page for each tensor.
+    The pool holds at most the maximum memory that was in use at one time, plus less than a large page for each tensor.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class BufferPool:
         self._buffers: list[mmap.mmap] = []  # smallest first
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialised tensor of this shape on the CPU."""
         num_elements = math.prod(shape)
         num_bytes = num_elements * dtype.itemsize
         with self._lock:
@@ -65,7 +65,7 @@ class BufferPool:
         return sys.getrefcount(self._buffers[index]) == REFERENCES_OF_FREE
 
     def _add(self, num_bytes: int) -> mmap.mmap:
-        """Return a new buffer, and drop the free ones, which are all too small."""
+        """Return a new buffer, and drop the free buffers, which are all too small."""
         in_use = [self._buffers[i] for i in range(len(self._buffers)) if not self._is_free(i)]
         buffer = mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -97,7 +97,7 @@ class Arena:
         self.address = torch.frombuffer(self._block, dtype=torch.uint8).data_ptr()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialised tensor in the first gap that is large enough, or None if there is none."""
+        """Return an uninitialised tensor in the first gap that is large enough; None if no gap is."""
         num_bytes = max(1, math.prod(shape)) * dtype.itemsize
         self._pieces = [self._pieces[i] for i in range(len(self._pieces)) if not self._is_free(i)]
         starts = [0, *(-(-piece.end // ALIGNMENT) * ALIGNMENT for piece in self._pieces)]
@@ -110,11 +110,15 @@ class Arena:
         return None
 
     def free(self) -> None:
-        """Return all pages to the system. What tensors hold is lost."""
+        """Return all pages to the system. The values of tensors in the arena are lost."""
         _free_pages(self.address, self.num_bytes)
 
     def alias(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor on the same memory that does not keep it in use; None if the memory is not of this arena."""
+        """Return a tensor on the memory of a contiguous tensor of this arena, without keeping this memory in use.
+
+        Returns:
+            A tensor with the same shape and values; None if the given tensor is not contiguous or not in this arena.
+        """
         offset = tensor.data_ptr() - self.address
         if not 0 <= offset < self.num_bytes or not tensor.is_contiguous():
             return None
@@ -140,13 +144,14 @@ def new_empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Te
 
 
 def free_pool() -> None:
-    """Return the reused memory that no tensor uses now."""
+    """Drop the pool's buffers that no tensor uses now."""
     _pool.free()
 
 
 def free_pages(tensor: Tensor) -> None:
-    """Return the whole pages of a contiguous tensor on the CPU to the system. Its address stays, and its values are
-    lost: pages are zeros when they are read again. Nothing happens where the system cannot do it.
+    """Return the whole pages of a contiguous tensor on the CPU to the system, on Linux; elsewhere do nothing.
+
+    The tensor keeps its address and loses its values: the pages are zeros when they are read again.
     """
     assert tensor.is_contiguous()
     _free_pages(tensor.data_ptr(), tensor.nbytes)
@@ -162,7 +167,7 @@ def _free_pages(address: int, num_bytes: int) -> None:
 
 @contextmanager
 def without_pool() -> Iterator[None]:
-    """Within the context, let torch allocate large results too, so that its dispatch shows all allocations."""
+    """Within the context, let torch allocate large results too, so that a torch dispatch mode sees all allocations."""
     global _uses_pool
     _uses_pool = False
     try:

@@ -1,4 +1,4 @@
-"""JSON texts inside of JSON and of answers, which the limits on the JSON of requests do not reach."""
+"""Limits on the nesting of JSON that request parsing does not check: JSON texts within JSON, and model outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def parse(text: str) -> Any:
     """Return the value of a JSON text that a client or the model has written.
 
     Raises:
-        ValueError: it is not JSON, or has more levels than the JSON of a request may have.
+        ValueError: the text is not JSON, or has more levels than the JSON of a request may have.
     """
     try:
         value = json.loads(text)

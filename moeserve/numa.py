@@ -20,7 +20,7 @@ BITS_OF_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @dataclass(frozen=True)
 class Node:
-    """A NUMA node, with those of its cores that this process may use."""
+    """A NUMA node, and its cores that this process may use."""
 
     number: int
     cores: frozenset[int]
@@ -37,7 +37,7 @@ def usable_nodes(folder: Path = NODES) -> list[Node]:
 
 
 def nodes_of_rank(nodes: Sequence[Node], rank: int, num_ranks: int, num_threads: int) -> list[Node]:
-    """Return the nodes of a rank, or none if ranks cannot be divided over the nodes.
+    """Return the nodes of a rank; an empty list if ranks cannot be divided over the nodes.
 
     With at least as many ranks as nodes, each rank has one node, which neighbouring ranks share. With fewer ranks, a
     rank has several nodes. Ranks are not bound if there is only one rank or one node, or if they have more threads than

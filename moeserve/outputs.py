@@ -39,7 +39,7 @@ class WeightSpan:
 
     version: str
     start: int  # index of the first token
-    stop: int  # index behind the last token
+    stop: int  # index after the last token
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    weight_versions: tuple[WeightSpan, ...] = ()  # of all tokens so far
+    weight_versions: tuple[WeightSpan, ...] = ()  # spans that cover all tokens so far
     # The experts [tokens - 1, layers, experts of a token] of prompt and output, uint8 or uint16, once the output has
     # ended. The last token was not computed, and layers without experts have zeros. None without
     # `enable_return_routed_experts`.
@@ -77,7 +77,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by position; the dicts are created when read
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues; see `SamplingParams`
-    # Fields of vLLM that nothing fills here.
+    # Fields of vLLM that are always None here.
     metrics: None = None  # see `LLM.get_metrics`
     lora_request: None = None
     encoder_prompt: None = None

@@ -18,10 +18,10 @@ def make_private_folder(setting: str, folder: Path) -> None:
     """Make a folder that only this user can enter, unless it exists.
 
     Args:
-        setting: that names the folder, for error messages.
+        setting: name of the setting that names the folder, for error messages.
 
     Raises:
-        SettingsError: it cannot be made, or belongs to another user, or others may write there.
+        SettingsError: the folder cannot be made, or belongs to another user, or others may write there.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -36,10 +36,10 @@ def make_private_folder(setting: str, folder: Path) -> None:
 
 
 def secret_of(setting: str, folder: Path) -> bytes:
-    """Return the secret of a private folder, the same for all processes that ask. The first one makes it.
+    """Return the secret of a private folder, which is the same for all processes. The first process creates it.
 
     Raises:
-        SettingsError: as `make_private_folder`; the secret cannot be read.
+        SettingsError: see `make_private_folder`, or the secret cannot be created or read.
     """
     make_private_folder(setting, folder)
     path, new = folder / SECRET, folder / f"{SECRET}.{secrets.token_hex(8)}"

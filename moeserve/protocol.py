@@ -57,15 +57,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class CacheStart(msgspec.Struct, frozen=True, array_like=True):
     """The part of the caches that a request holds when it is registered."""
 
-    tables: list[list[int]]  # block ids, by group of layers; arbitrary for blocks that it no longer reads
+    tables: list[list[int]]  # block ids, by group of layers; arbitrary for blocks that the request no longer reads
     row: int | None = None  # row of the recurrent state before the next token; None: the state starts as zeros
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """The initial state of a running request, which is kept by every rank of its replica.
 
-    The ranks then append the blocks in each plan. They append the tokens that they sample, or, if the scheduler does
-    not plan ahead of tokens, the tokens in each plan.
+    The ranks then append the blocks in each plan. If the scheduler plans before earlier tokens are known, the ranks
+    append the tokens that they sample themselves; otherwise they append the tokens in each plan.
     """
 
     slot: int  # index in the ranks' tables; replaces the previous request in this slot
@@ -75,14 +75,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheStart
     params: RequestParams
     seed: int
-    end_token_ids: list[int]  # excluded from sampling while below params.min_tokens
+    end_token_ids: list[int]  # excluded from sampling until the output has params.min_tokens tokens
     forced_routes: bytes = b""  # see `Request`
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
     """A copy of a request's recurrent state within or after a chunk, for later requests with the same prefix.
 
-    If the chunk has drafts, it is a copy of the state before the drafts, which is restored if one of them is rejected.
+    If the chunk has drafts, the state before the drafts is copied, and is restored if a draft is rejected.
     """
 
     slot: int
@@ -93,7 +93,7 @@ class SavedState(msgspec.Struct, frozen=True, array_like=True):
 class CacheChanges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The changes of a plan to the ranks' tables of registered requests, besides their tokens."""
 
-    new_blocks: list[tuple[int, list[list[int]]]] = []  # slots, and by group the blocks to append to their tables
+    new_blocks: list[tuple[int, list[list[int]]]] = []  # slots, and by group the blocks to append to the slots' tables
     moved_rows: list[tuple[int, int]] = []  # slots, and the new row of their request's state
     saved_states: list[SavedState] = []
 
@@ -162,7 +162,7 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] = []  # accepted drafts, and the token after them; empty if the chunk does not sample
     logprobs: list[TokenLogprobs] = []  # log-probabilities of each of these tokens, if requested
     draft_token_ids: list[int] = []  # drafts of the tokens that follow, for a later plan
-    prompt_logprobs: list[LogprobRows] = []  # in total one row for each prompt token that a row of the chunk predicts
+    prompt_logprobs: list[LogprobRows] = []  # together one row for each prompt token that the chunk predicts
     error: str | None = None  # reason why the request cannot continue, such as logits of NaN
 
 
@@ -197,7 +197,7 @@ class StoreTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     is_load: bool  # True: from the store to the cache; False: from the cache to the store
     places: list[CachePlace]  # places in the cache
     store_keys: list[StoreKey]  # keys of the same items in the store
-    routes: bytes = b""  # of the blocks to save, if routes are returned; see `RouteStore.read_blocks`
+    routes: bytes = b""  # experts of the tokens to save, if routes are returned; see `RouteStore.read_blocks`
 
 
 class KeepItems(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
@@ -206,7 +206,7 @@ class KeepItems(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
     Sent to every rank of a replica.
     """
 
-    number: int  # of the transfer, as in `StoreTransfer`
+    number: int  # number of the transfer, as in `StoreTransfer`
     handle: str  # name under which the items can be read
     tokens: bytes  # digest of the tokens that the items belong to
     places: list[CachePlace]  # all items that a request needs to continue after these tokens, in the order of its cache
@@ -219,7 +219,7 @@ class ReceiveItems(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
     Sent to every rank of a replica.
     """
 
-    number: int  # of the transfer, as in `StoreTransfer`
+    number: int  # number of the transfer, as in `StoreTransfer`
     receiver: str  # random name of this transfer, the same on all ranks
     source: PeerBlocks
     tokens: bytes  # digest of the tokens that the items of the source must belong to
@@ -234,7 +234,7 @@ class CancelReceive(msgspec.Struct, frozen=True, kw_only=True, tag="cancel-recei
     written.
     """
 
-    number: int  # of the transfer, as in `StoreTransfer`
+    number: int  # number of the transfer, as in `StoreTransfer`
     receive: int  # number of the transfer to cancel, which may have ended already
 
 
@@ -247,11 +247,11 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True, tag="transferred
     number: int
     num_copied: int  # number of leading items that were copied; fewer than all if an item could not be copied
     seconds: float
-    routes: bytes = b""  # of the blocks that were loaded or received, if routes are returned
+    routes: bytes = b""  # experts of the tokens in the blocks that were loaded or received, if routes are returned
 
 
 class RouteRows(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a rank's rows of a step, in the layers of its stage; see `RouteShape`."""
+    """The experts that computed a rank's rows of one step, in the layers of its pipeline stage; see `RouteShape`."""
 
     first_layer: int
     rows: bytes  # [rows, layers of the stage, top_k]
@@ -271,15 +271,15 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[LogprobRows] = []  # all of them, sent once with the first token
+    prompt_logprobs: list[LogprobRows] = []  # of all prompt tokens, sent once with the first token
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop token id that ended it; None for the end-of-sequence token
+    stop_reason: int | None = None  # the stop token id that ended the request; None for the end-of-sequence token
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # reason why the request ended early; finish_reason is then "abort"
     replica: int = 0  # index of the replica that runs the request
     weight_version: str = INITIAL_VERSION  # version of the weights that computed the tokens
     kv_blocks: PeerBlocks | None = None  # the blocks kept for another engine, sent at the end of the request
-    routes: bytes = b""  # of the tokens computed since the last update; see `RouteShape`
+    routes: bytes = b""  # experts of the tokens computed since the last update; see `RouteShape`
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -301,7 +301,7 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Message to a replica: another replica has work. It only shortens the wait for the next heartbeat."""
+    """Message to a replica: another replica has work. The message only shortens the wait for the next heartbeat."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):

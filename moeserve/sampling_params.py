@@ -23,7 +23,7 @@ from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, 
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
 MAX_INTEGER = 2**63 - 1
-ALL_TOKENS = -1  # a number of log-probabilities
+ALL_TOKENS = -1  # as a number of log-probabilities: of all tokens
 RANDOM_SEED = -1  # as a request's seed: a new one for each output
 LONGEST_PROMPT = -1  # as a number of tokens: as many as the context holds
 GuidedDecodingParams = StructuredOutputsParams  # its former name in vLLM
@@ -57,9 +57,9 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     grammar: OutputGrammar | None = None
-    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each may not follow its other tokens
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of a tuple may not follow the others of it
     allowed_bits: bytes = b""  # bit i % 8 of byte i // 8 is set if token i is allowed; empty: all are
-    forced_token_ids: tuple[int, ...] = ()  # the output
+    forced_token_ids: tuple[int, ...] = ()  # if not empty: the tokens of the output
     routed_experts_prompt_start: int = 0
 
     @property
@@ -76,12 +76,15 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def has_penalties(self) -> bool:
-        """True if the scores of tokens depend on how often they came before."""
+        """True if the scores of tokens depend on how often the tokens occurred before."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The transfer of a prompt's KV cache between engines, in vLLM's terms. Exactly one of the first two is set."""
+    """The transfer of a prompt's KV cache between engines, in vLLM's terms.
+
+    Exactly one of the first two fields is true.
+    """
 
     do_remote_decode: bool = False  # compute the prompt, and keep its blocks for another engine
     do_remote_prefill: bool = False  # load the blocks from another engine, which keeps them
@@ -270,9 +273,9 @@ class SamplingParams:
     Attributes may be assigned: a new value is validated at once, and all values together when a request is submitted.
     A request keeps the values that it was submitted with.
 
-    The order of operations on a row of logits: `logit_bias`; repetition, frequency and presence penalties; tokens are
-    excluded that `bad_words`, `allowed_token_ids`, `structured_outputs` and, for stop tokens, `min_tokens` exclude;
-    temperature; `min_p`; `top_k`; `top_p`. Log-probabilities are those of the model, before all these operations.
+    The order of operations on a row of logits: `logit_bias`; repetition, frequency and presence penalties; exclusion of
+    tokens by `bad_words`, `allowed_token_ids`, `structured_outputs` and, for stop tokens, `min_tokens`; temperature;
+    `min_p`; `top_k`; `top_p`. Log-probabilities are those of the model, before all these operations.
 
     Other parameters of vLLM are accepted with values that change nothing, such as `best_of=1`, and refused otherwise.
 
@@ -392,7 +395,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **parameters: Any) -> SamplingParams:
-        """Return parameters from values. None stands for the default, but `max_tokens=None` for no limit.
+        """Return parameters from values. None stands for the default, except that `max_tokens=None` means no limit.
 
         Raises:
             RequestError: as for the class.
@@ -474,7 +477,7 @@ class BeamSearchParams:
         RequestError: a value is out of range.
     """
 
-    beam_width: int  # candidates of each prompt, and most outputs
+    beam_width: int  # candidates of each prompt, and maximum number of outputs
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0  # no effect: candidates are compared by the model's own log-probabilities

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# T tokens of the step in S chunks, R rows whose logits are computed, W fields of SAMPLING_SETTINGS
+# T tokens of the step in S chunks, L entries of `logits_rows`, R rows whose logits are computed, W fields of
+# SAMPLING_SETTINGS, K experts of a token, D values of a hidden state
 
 # The sampling settings of a request. On a device, a record is stored as the bits of W integers.
 SAMPLING_SETTINGS = np.dtype(
@@ -40,7 +41,7 @@ class ChunkSpan(NamedTuple):
 
     first_row: int
     num_rows: int
-    context_len: int  # number of positions up to its last row: those computed before, and this chunk's
+    context_len: int  # number of positions up to the chunk's last row, including those computed before the chunk
     num_drafts: int = 0  # number of draft tokens at the end of the chunk
 
     @property
@@ -85,7 +86,7 @@ class StepInputs:
     cache_slots: Tensor  # [T] int64: block_id * block_size + offset of its key and value
     row_starts: Tensor  # [S + 1] int32: rows of chunk s are row_starts[s] to row_starts[s + 1] - 1
     context_lens: Tensor  # [S] int32
-    block_table: Tensor  # [S, max_blocks] int32: block ids of each chunk's context; arbitrary beyond it
+    block_table: Tensor  # [S, max_blocks] int32: block ids of each chunk's context; arbitrary beyond the context
     logits_rows: Tensor  # [L] int64, ascending
     spans: tuple[ChunkSpan, ...]  # row_starts and context_lens on the host
     tp_sizes: tuple[int, ...]  # number of rows of each tp rank between layers; the sum is T
@@ -114,7 +115,7 @@ class StepInputs:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that layers read and that differ between steps with the same shapes. Graphs copy them.
 
-        Positions are not among them, because layers read rotations.
+        Positions are left out, because layers read the rotations made of them.
         """
         of_others = itertools.chain.from_iterable(self.other_tables)
         own = self.token_ids, self.cache_slots, self.context_lens, self.block_table
@@ -134,7 +135,10 @@ class StepInputs:
         )
 
     def copy_tensors(self, other: StepInputs) -> None:
-        """Copy the tensors of another step into this one. Its block tables may have fewer rows and columns."""
+        """Copy the tensors of another step into this one.
+
+        The other step's block tables may have fewer rows and columns.
+        """
         for own, tensor in zip(self.tensors(), other.tensors(), strict=True):
             if own.shape != tensor.shape:
                 own = own[: tensor.shape[0], : tensor.shape[1]]

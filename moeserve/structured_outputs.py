@@ -93,7 +93,7 @@ class StructuredOutputsParams:
 
 
 def checked(name: str, value: Any) -> StructuredOutputsParams | None:
-    """Return the value of a sampling parameter, which may also be given as a dict.
+    """Return the checked value of a sampling parameter, which may be given as a `StructuredOutputsParams` or a dict.
 
     Raises:
         RequestError: the value has another type, or is malformed.

@@ -11,7 +11,7 @@ from moeserve.sampling_params import SamplingParams
 
 
 def find_family(name: str | None, model_path: str, chat_template: str | None) -> ParserFamily:
-    """Return the parsers with a name; None: those of the checkpoint's family.
+    """Return the parsers of answers with this name; without a name, the parsers of the checkpoint's family.
 
     Raises:
         SettingsError: no parser has this name.
@@ -21,7 +21,7 @@ def find_family(name: str | None, model_path: str, chat_template: str | None) ->
 
 
 def readable_params(params: SamplingParams, family: ParserFamily, codec: TextCodec) -> SamplingParams:
-    """Return sampling parameters whose outputs have the markers that the parser reads, and end where it expects."""
+    """Return a copy of parameters that keeps the special tokens that the parser reads, and stops at its stop tokens."""
     params = params.copy()
     params.skip_special_tokens = params.skip_special_tokens and not family.keeps_special_tokens
     known = [codec.id_of_token(token) for token in family.stop_tokens]

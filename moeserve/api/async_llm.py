@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from moeserve.api.setting_arguments import SettingArguments
 
 NUM_GRAMMAR_THREADS = 4  # requests whose grammars are compiled at the same time
-# Maximum seconds that a thread which computes in Python keeps the interpreter lock while another waits for it. A GPU
-# finishes a decode step in about the default of 5 ms, so that the next plan would come a whole step late.
+# Maximum seconds that a thread which computes in Python keeps the interpreter lock while another thread waits for the
+# lock. A GPU finishes a decode step in about the default of 5 ms, so that the next plan would come a whole step late.
 SWITCH_SECONDS = 5e-4
 
 
@@ -89,7 +89,7 @@ class AsyncLLM(AsyncRollouts):
         if self.config.compute.device == "cuda":
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._engine_thread = EngineThread(session)
-        # Also called when the object is deleted, and when Python exits: before then the engine must have ended.
+        # Also called when the object is deleted and when Python exits, because the engine must end before Python does.
         self._stop = weakref.finalize(self, self._engine_thread.stop)
 
     @property
@@ -144,14 +144,15 @@ class AsyncLLM(AsyncRollouts):
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt. Yield its output whenever it grows: all of it so far, unless `output_kind` differs.
+        """Complete one prompt. Yield the output so far whenever the output grows, or the part that `output_kind`
+        selects.
 
         A consumer that is slower than the engine receives several tokens at once. Cancelling the task or closing the
         iterator aborts the request.
 
         Args:
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
-            sampling_params: None: those of generation_config.json.
+            sampling_params: None: the parameters of generation_config.json.
             request_id: id of the outputs, which no other request in flight may have; None: a new one.
             lora_request, tokenization_kwargs, trace_headers, priority, data_parallel_rank: not supported; must be left
                 out, None or 0.
@@ -261,7 +262,10 @@ class AsyncLLM(AsyncRollouts):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, list[int]]:
-        """Render a conversation as a prompt for `generate`; see `LLM.chat_prompt`. A long one takes milliseconds."""
+        """Render a conversation as a prompt for `generate`; see `LLM.chat_prompt`.
+
+        A long conversation takes milliseconds.
+        """
         return chat_prompt(
             self.codec,
             messages,

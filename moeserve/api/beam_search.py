@@ -13,10 +13,11 @@ from moeserve.sampling_params import BeamSearchParams, SamplingParams
 class BeamSearchSequence:
     """A prompt and an output of beam search."""
 
-    tokens: list[int]  # of the prompt and the output
+    tokens: list[int]  # tokens of the prompt and the output
     cum_logprob: float = 0.0  # log-probability of the output
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the most likely tokens at each position
-    text: str | None = None  # of the prompt and the output
+    # log-probabilities of the most likely tokens at each position
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    text: str | None = None  # text of the prompt and the output
     finish_reason: str | None = None  # "stop": by the end-of-sequence token; "length"
     stop_reason: int | None = None
 
@@ -39,8 +40,9 @@ def search(
     """Return the best sequences of each prompt, without texts.
 
     At each length, every candidate is continued by the `2 * beam_width` most likely tokens. Continuations by an end
-    token are complete; the `beam_width` best of the others are the next candidates. As in vLLM, a sequence's score is
-    its log-probability divided by its length, with the prompt and without an end token, to the power `length_penalty`.
+    token are complete; the `beam_width` best other continuations are the next candidates. As in vLLM, a sequence's
+    score is its log-probability divided by its length to the power `length_penalty`. The length includes the prompt,
+    but no end token.
 
     Args:
         generate: returns the outputs of prompts.
@@ -72,7 +74,7 @@ def search(
 
 
 def _continued(sequence: BeamSearchSequence, output: RequestOutput, ends: Collection[int]) -> list[BeamSearchSequence]:
-    """Return a sequence with each of the most likely next tokens."""
+    """Return one longer sequence for each of the most likely next tokens."""
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     return [

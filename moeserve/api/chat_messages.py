@@ -36,7 +36,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 def _check_message(name: str, message: Any) -> dict[str, Any]:
     has_both = isinstance(message, Mapping) and "role" in message
-    if has_both and message["role"] != "assistant":  # an assistant's may consist of tool calls alone
+    if has_both and message["role"] != "assistant":  # an assistant message may consist of tool calls alone
         has_both = "content" in message
     if not has_both:
         raise RequestError(f'{name}={shown(message)} must be a dict with "role" and "content"')

@@ -23,7 +23,7 @@ RENDERING_LIMITS = ProcessLimits(
     max_kept_bytes=24 * 2**20,
     max_answers=2**31,
 )
-MAX_RENDERED_BYTES = 2**23  # of a conversation's text; the server's limit of a request's body is the same by default
+MAX_RENDERED_BYTES = 2**23  # limit of a conversation's text; the server's default limit of a request's body
 RENDERED, REFUSED = b"+", b"-"  # first byte of an answer; the text or the reason follows
 # Names that users cannot pass as variables: arguments of this module and of transformers' apply_chat_template.
 RESERVED_NAMES = frozenset(
@@ -40,7 +40,7 @@ RESERVED_NAMES = frozenset(
 
 
 def choose_template(templates: Mapping[str, str], template: str | None, *, has_tools: bool) -> str:
-    """Return the template to use: either the given one, or one of the checkpoint.
+    """Return the template to use: either the given template, or a template of the checkpoint.
 
     Args:
         templates: the checkpoint's templates by name.
@@ -93,7 +93,7 @@ def render(
     special_tokens: Mapping[str, Any],
     arguments: Mapping[str, Any],
 ) -> str:
-    """Return the text of messages as they are.
+    """Return the text that a template renders for messages, without bringing the messages into another form.
 
     Args:
         special_tokens: variables of the template such as "bos_token", by name.
@@ -127,7 +127,7 @@ def _rendered(template: str, messages: list[dict[str, Any]], variables: dict[str
     """Render messages in the rendering process. They are sent as JSON: tuples become lists, and keys become strings.
 
     Args:
-        options: those of `template_sandbox.rendered`.
+        options: options of `template_sandbox.rendered`.
     """
     try:
         fields = _plain({"template": template, "messages": messages, "variables": variables, **options})

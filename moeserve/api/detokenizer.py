@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
 
     @property
     def held_text(self) -> str:
-        """The text of the held tokens if the output ended here; empty while a character is incomplete."""
+        """The text of the tokens held back, if the output ended here; empty while a character is incomplete."""
 
     def feed(self, token_id: int) -> str:
         """Add a token. Return the text that it completes."""
@@ -43,7 +43,7 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """Detokenizer for byte-level BPE. Tokens are bytes; only those of an incomplete character are held back."""
+    """Detokenizer for byte-level BPE. Tokens are bytes; only the bytes of an incomplete character are held back."""
 
     held_text = ""
 

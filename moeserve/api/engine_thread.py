@@ -26,7 +26,10 @@ class Mailbox:
 
 
 class EngineThread:
-    """Runs a session in a thread. Neither refers to the `AsyncLLM`, so the thread does not keep an unused one alive."""
+    """Runs a session in a thread.
+
+    Neither object refers to the `AsyncLLM`, so the thread does not keep an unused `AsyncLLM` alive.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -72,7 +75,8 @@ class EngineThread:
     def stop(self) -> None:
         """End all requests, shut down the engine, and wait until that is done. May be called twice.
 
-        It is also a finaliser, so it may be called in any thread, and in a fork of the process, where nothing runs.
+        This method is also a finaliser, so it may be called in any thread, and in a fork of the process, where nothing
+        runs.
         """
         if os.getpid() != self._owner:
             return

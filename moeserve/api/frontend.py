@@ -58,11 +58,11 @@ class Frontend:
             vocab_size: number of tokens in the model's vocabulary.
             max_model_len: maximum tokens of a request, prompt and output together.
             eos_token_ids: tokens that end an output.
-            engine_seed: seed from which prompts without a seed each derive a different one.
+            engine_seed: seed from which a different seed is derived for each prompt without a seed.
             num_replicas: number of replicas, each of which has statistics.
-            grammars: compiler for structured outputs; None: they are refused.
+            grammars: compiler for structured outputs; None: structured outputs are refused.
             kv_block_size: tokens per block exchanged with other engines; None: no blocks are exchanged.
-            routes: shape of the experts of tokens that outputs have; None: they have none.
+            routes: shape of the routed experts that outputs return; None: outputs return none.
         """
         self._codec = codec
         self._encoder = PromptEncoder(
@@ -112,7 +112,8 @@ class Frontend:
         pairs = pair_prompts(prompts, sampling_params)
         encoded = []
         for index, (prompt, params) in enumerate(pairs):
-            self._encoder.check_params(params)  # also those that only the engine that continues will use
+            # also parameters that only the engine that continues the output will use
+            self._encoder.check_params(params)
             if _is_for_other_engine(params):
                 params = params.for_prompt()
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"
@@ -130,7 +131,7 @@ class Frontend:
         return encoded
 
     def _check_kv_transfer(self, name: str, num_tokens: int, transfer: KvTransferParams) -> None:
-        """Raise RequestError if this engine exchanges no blocks, or for more blocks than the prompt has."""
+        """Raise RequestError if this engine exchanges no blocks, or if the transfer has more blocks than the prompt."""
         if self._kv_block_size is None:
             raise RequestError(
                 "kv_transfer_params are not supported, because this engine exchanges no keys and values with others; "
@@ -427,7 +428,7 @@ class _PromptInFlight:
 
 
 def _salt_of_routes(forced_routes: bytes) -> str:
-    """Return the part of a salt that separates keys and values of forced experts from those of the router's."""
+    """Return a part of the cache salt, so that only requests with the same forced experts share keys and values."""
     return f":routes {hashlib.sha256(forced_routes).hexdigest()}" if forced_routes else ""
 
 

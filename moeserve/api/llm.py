@@ -128,9 +128,10 @@ class LLM(Rollouts):
             prompts: a text, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; or any iterable
                 of these. Arrays and tensors stand for lists. The dicts may have a "cache_salt": only prompts with equal
                 salts share cached prefixes.
-            sampling_params: one for all prompts, or one for each, also as dicts; None: `get_default_sampling_params()`.
+            sampling_params: one `SamplingParams` or dict for all prompts, or one for each; None:
+                `get_default_sampling_params()`.
             prompt_token_ids: prompts as token ids, instead of `prompts`.
-            use_tqdm: draw a progress bar if on a terminal; or a function that is called as tqdm and makes the bar.
+            use_tqdm: draw a progress bar if on a terminal; or a function with tqdm's arguments, which makes the bar.
             lora_request, tokenization_kwargs: not supported; must be left out or None.
             priority: must be 0 for each prompt, or left out: requests are served in the order of their arrival.
 
@@ -140,7 +141,7 @@ class LLM(Rollouts):
         Raises:
             RequestError: a prompt or a parameter cannot be served. No prompt was started.
             EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed, the
-                other prompts finish before this is raised. The `outputs` of the error are those of all prompts.
+                other prompts finish before the error is raised. Its `outputs` are those of all prompts.
         """
         require_harmless(
             ARGUMENTS, lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs
@@ -156,7 +157,7 @@ class LLM(Rollouts):
             new_bar = use_tqdm if callable(use_tqdm) else ProgressBar
             with new_bar(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while waiting or unfinished:
-                    with interrupts_deferred():  # until `finally` would discard the new prompts
+                    with interrupts_deferred():  # `finally` can then discard the new prompts
                         started = self.session.submit_first(waiting)
                         prompt_ids += started
                         unfinished += started
@@ -170,7 +171,7 @@ class LLM(Rollouts):
             self.session.discard(prompt_ids)
 
     def stream(self, prompt: Prompt, sampling_params: Params | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt. Yield its output after new tokens: all of it so far, unless `output_kind` differs.
+        """Complete one prompt. Yield the output so far after new tokens, or the part that `output_kind` selects.
 
         Closing the iterator, or its collection by the garbage collector, aborts the request. Arguments and errors are
         those of `generate`; errors are raised with the first output.
@@ -178,7 +179,7 @@ class LLM(Rollouts):
         params = self._default_params if sampling_params is None else sampling_params
         prompt_ids: list[str] = []
         try:
-            with interrupts_deferred():  # until `finally` would discard the prompt
+            with interrupts_deferred():  # `finally` can then discard the prompt
                 prompt_ids = self.session.submit([prompt], params)
             unfinished = prompt_ids
             while unfinished:
@@ -256,19 +257,19 @@ class LLM(Rollouts):
     ) -> list[SequenceScore]:
         """Return the log-probabilities of the tokens of sequences after their prompts, without sampling.
 
-        They are those that `generate` returns for the same tokens with the same temperature; if results do not depend
-        on the batch (see `batch_invariant`), to the last bit. With `logprobs_mode="processed_logprobs"` that holds for
-        requests without bias, penalties, grammar, `min_p`, `top_k` and `top_p`. No cached prefix is used.
+        `generate` returns the same log-probabilities for the same tokens and temperature. They are equal to the last
+        bit if results do not depend on the batch (see `batch_invariant`). With `logprobs_mode="processed_logprobs"`,
+        requests must have no bias, penalties, grammar, `min_p`, `top_k` and `top_p` for this. No cached prefix is used.
 
         Args:
-            sequences: token ids of each, at least two; also tensors and arrays.
+            sequences: token ids of each sequence, at least two, as lists, tensors or arrays.
             prompt_lengths: the number of tokens at the start of each sequence that are not scored, from 1; one number
-                stands for all.
-            temperature: by which logits are divided; other numbers than 1 need `logprobs_mode="processed_logprobs"`.
+                stands for all sequences.
+            temperature: divides the logits; other numbers than 1 need `logprobs_mode="processed_logprobs"`.
             top_logprobs: also return the log-probabilities of this many most likely tokens.
             routed_experts: for each sequence the experts to use, integers [tokens - 1, layers, experts of a token] as
-                in `CompletionOutput`, or None for those that the router chooses. The weights of experts follow from
-                the router in any case. Needs `enable_return_routed_experts`.
+                in `CompletionOutput`, or None for the router's choice. The router gives the weights of experts in any
+                case. Needs `enable_return_routed_experts`.
             use_tqdm: as for `generate`.
 
         Returns:
@@ -410,7 +411,10 @@ class LLM(Rollouts):
         return self.codec is not None and self.codec.has_chat_template
 
     def abort(self, request_id: str) -> None:
-        """End a prompt in flight, given its output's `request_id`. Its caller receives the output so far."""
+        """End the prompt in flight whose output has this `request_id`.
+
+        The call that waits for it returns the output so far.
+        """
         self.session.abort(request_id)
 
     def expert_load(self) -> LoadWindow:
@@ -426,7 +430,8 @@ class LLM(Rollouts):
         return self.session.expert_load()
 
     def save_placement(self, path: str | os.PathLike[str]) -> None:
-        """Write the placement of experts to a file, for `rebalance=path` of an engine with as many ranks and slots.
+        """Write the placement of experts to a file, for `rebalance=path` of an engine with equal numbers of ranks and
+        slots.
 
         Raises:
             SettingsError: the model has no experts, its experts are sliced, or the file cannot be written.
@@ -439,14 +444,14 @@ class LLM(Rollouts):
         write_placements(Path(path), [Placement(slots, window.num_experts) for slots in window.logical_of_slot])
 
     def scale(self, data_parallel_size: int) -> None:
-        """Change the number of replicas, and return when that is done. Requests continue, also in other threads.
+        """Change the number of replicas. Return after the change. Requests continue, also in other threads.
 
         On CPUs, new replicas load the model while the old ones serve, so there must be memory for both. On GPUs the old
         replicas are stopped first, and requests wait until the new ones have loaded. A Ctrl-C ends the call but not the
         change, which continues while another call generates.
 
         Args:
-            data_parallel_size: the new number of replicas. If it is the current one, nothing happens.
+            data_parallel_size: the new number of replicas; the current number changes nothing.
 
         Raises:
             SettingsError: the model, the machine or another setting does not allow this number.

@@ -67,7 +67,7 @@ class LLMEngine:
 
     @classmethod
     def of_session(cls, session: Session, texts: TextParts) -> LLMEngine:
-        """Return an `LLMEngine` of a session that others use as well."""
+        """Return an `LLMEngine` of a session that other objects use as well."""
         engine = cls.__new__(cls)
         engine._use(session, texts)
         return engine
@@ -101,7 +101,7 @@ class LLMEngine:
         """Start one prompt. The next steps compute it.
 
         Args:
-            request_id: id of its outputs, which no other unfinished request may have.
+            request_id: id of the prompt's outputs, which no other unfinished request may have.
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
             params: sampling parameters; None: those of generation_config.json.
             arrival_time, prompt_text: no effect.
@@ -131,7 +131,7 @@ class LLMEngine:
         """Run one step of the model, and return the outputs that have grown or ended.
 
         Raises:
-            EngineError: the engine failed, and with it a request. Outputs of others are returned by the next call.
+            EngineError: the engine failed, and with it a request. The next call returns the outputs of other requests.
         """
         if not self._outputs and self._request_ids:
             self._collect(self._session.poll())
@@ -140,7 +140,7 @@ class LLMEngine:
         return outputs
 
     def _collect(self, changed: list[str]) -> None:
-        """Take the new outputs of requests. Raise the first error of one that has failed, after taking the others."""
+        """Take the new outputs of requests, and then raise the first error of the requests that have failed."""
         failed = []
         for request_id in changed:
             if request_id not in self._request_ids:  # aborted, or of another user of the session

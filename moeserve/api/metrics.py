@@ -1,4 +1,4 @@
-"""Metrics of an engine. Those that vLLM has too have vLLM's names, with another prefix."""
+"""Metrics of an engine. Metrics that vLLM has too have vLLM's names, with another prefix."""
 
 from __future__ import annotations
 

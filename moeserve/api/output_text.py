@@ -9,9 +9,9 @@ from moeserve.sampling_params import SamplingParams
 class OutputText:
     """The text of one output as tokens are added. The first stop string ends it.
 
-    The output ends with the stop string whose last character comes first; if several end there, with the longest. The
-    result therefore does not depend on how the text is divided into tokens. As in vLLM, a stop string must end within
-    the text of tokens after the first `min_tokens`.
+    The output ends with the stop string whose last character comes first, or with the longest of several that end
+    there. The result therefore does not depend on how the text is divided into tokens. As in vLLM, a stop string must
+    end within the text of tokens after the first `min_tokens`.
     """
 
     def __init__(self, codec: TextCodec, params: SamplingParams) -> None:

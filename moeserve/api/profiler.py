@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Records the operations of all threads of this process, among them the rank's.
+    """Records the operations of all threads of this process, including the rank's thread.
 
     Steps that are replayed as a CPU graph appear as a whole; `enforce_eager=True` records their parts.
     """
@@ -52,7 +52,7 @@ class Profiler:
         self._running.start()
 
     def stop(self) -> None:
-        """Write the trace in Chrome's format. Does nothing if none is being recorded.
+        """Write the trace in Chrome's format. Does nothing if no trace is being recorded.
 
         Raises:
             SettingsError: the trace cannot be written.

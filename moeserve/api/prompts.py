@@ -18,7 +18,7 @@ from moeserve.structured_outputs import StructuredOutputsParams
 from moeserve.worker.grammars import Grammars
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt". Arrays and
-# tensors stand for lists. With token ids, "routed_experts" [tokens, layers, top_k] forces their experts.
+# tensors stand for lists. With token ids, "routed_experts" [tokens, layers, top_k] forces the experts of the tokens.
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TextPrompt | TokensPrompt"
 Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
 Params: TypeAlias = "SamplingParams | Mapping[str, Any]"
@@ -94,7 +94,7 @@ def pair_prompts(prompts: Prompts, sampling_params: Params | Sequence[Params]) -
 
 
 def _checked_params(params: Any) -> SamplingParams:
-    """Return a copy of sampling parameters, which may also be a dict."""
+    """Return a copy of sampling parameters, which may be given as a dict."""
     if isinstance(params, Mapping):
         return SamplingParams(**params)
     if not isinstance(params, SamplingParams):

@@ -1,4 +1,4 @@
-"""Quantisation of a checkpoint to 4 bits. Errors of a weight count by how large its inputs are in sample texts."""
+"""Quantisation of a checkpoint to 4 bits. An error in a weight counts more the larger its input is in sample texts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def quantize(
 ) -> None:
     """Write a copy of a checkpoint in the formats of `quantization="int4"`, which `LLM` loads without a setting.
 
-    Errors of weights are minimised with the importances of their inputs, which are measured in texts. The folder is
-    written under a temporary name and then renamed to `out`, so `out` is never incomplete.
+    The errors of weights are minimised by the importances of their inputs, which are measured in texts. The folder is
+    written under a temporary name and then renamed, so `out` never holds a part of the copy.
 
     Args:
         name: a folder in Hugging Face layout, or OWNER/NAME in a hub.
@@ -99,7 +99,8 @@ def write_copy(
 
     Args:
         config: the settings with which the checkpoint is loaded, with `quantization="int4"`.
-        measured: importances of the inputs [e, I] of weights, by module name; those of other weights are equal.
+        measured: importances [experts, inputs] of the inputs of weights, by module name. All inputs of a weight that is
+            not in it are equally important.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `out` cannot be written.
@@ -136,7 +137,7 @@ def _texts(
 
 
 def _first_token(folder: Path) -> int:
-    """Return the token with which texts begin, or else one with which they end."""
+    """Return the token with which texts begin, or else a token with which texts end, or else 0."""
     config = ConfigValues.of_folder(folder).text_part()
     ids = [*config.token_ids("bos_token_id"), *registry.read_generation_defaults(folder).eos_token_ids]
     return ids[0] if ids else 0

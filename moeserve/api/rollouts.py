@@ -118,7 +118,7 @@ def load_command(request: Any) -> LoadTensors | ReceiveTensors:
 
 
 def finish_command(version: str | None, number: int) -> FinishUpdate:
-    """Return the command of `finish_weight_update`, with a version of its own if there is none."""
+    """Return the command of `finish_weight_update`; without a version, the command has a new one."""
     return FinishUpdate(version=f"update-{number}" if version is None else version, salt=_new_salt())
 
 
@@ -147,7 +147,7 @@ def _field(request: Any, name: str) -> Mapping[str, Any]:
 
 
 class Rollouts:
-    """The methods of `LLM`."""
+    """The methods of `LLM` that pause and sleep, and that update the weights."""
 
     session: Session
     _num_updates = 0
@@ -158,7 +158,7 @@ class Rollouts:
         Args:
             mode: what happens to the requests in flight. "abort": they end with the tokens they have. "wait": they
                 finish first. "keep": they continue after `resume` with the keys and values they have. "retract": they
-                continue too, but compute these again, which matters after an update of weights.
+                continue too, but compute keys and values again, which matters after an update of weights.
             clear_cache: later requests find no prefix that was cached before. No effect with "keep".
 
         Raises:
@@ -196,10 +196,10 @@ class Rollouts:
             self._run_control(command)
 
     def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Use memory again after `sleep`, and resume once all is in use. Without a sleep, nothing happens.
+        """Use memory again after `sleep`, and resume once all memory is in use. Without a sleep, nothing happens.
 
         Args:
-            tags: "weights", "kv_cache" or both; None: both. After level 2, update the weights once these are awake.
+            tags: "weights", "kv_cache" or both; None: both. After level 2, update the weights once "weights" is awake.
 
         Raises:
             RequestError: there is no such tag.
@@ -242,7 +242,7 @@ class Rollouts:
         self._run_weights(start_command(shapes))
 
     def update_weights(self, request: Any) -> None:
-        """Copy some tensors to their places. An update has any number of such calls.
+        """Copy some tensors into the weights. An update has any number of such calls.
 
         Args:
             request: {"update_info": {"path": PATH}}, where PATH is a folder with safetensors files, or a file in shared
@@ -261,7 +261,7 @@ class Rollouts:
         """End an update. Outputs name the version of the weights in `weight_versions`.
 
         Args:
-            weight_version: None: a new one.
+            weight_version: name of the new version; None: a new name.
 
         Raises:
             WeightUpdateError: some weights are only partly filled. The update stays open for the missing tensors, which
@@ -303,7 +303,7 @@ class Rollouts:
 
 
 class AsyncRollouts:
-    """The methods of `AsyncLLM`, which are those of `Rollouts`."""
+    """The same methods as `Rollouts`, for `AsyncLLM`."""
 
     session: Session
     _engine_thread: EngineThread

@@ -19,7 +19,7 @@ class OutputRoutes:
     def __init__(self, shape: RouteShape, num_prompt_tokens: int) -> None:
         """
         Args:
-            num_prompt_tokens: tokens of the prompt without those that are left out.
+            num_prompt_tokens: number of prompt tokens whose experts the output returns.
         """
         self._shape, self._num_prompt_tokens = shape, num_prompt_tokens
         self._rows = bytearray()

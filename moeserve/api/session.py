@@ -50,7 +50,7 @@ class Session:
         # thread, even one that holds the frontend lock. The holder of that lock therefore ends them when it releases
         # the lock.
         self._to_end: deque[tuple[str, bool]] = deque()
-        self._for_engine: deque[Submission | AbortRequest] = deque()  # for the next user of the engine
+        self._for_engine: deque[Submission | AbortRequest] = deque()  # for the next thread that uses the engine
         self._errors: dict[str, MoeserveError] = {}  # by id of the prompt
         self._unreported: dict[str, None] = {}  # prompts with changes that `poll` or `advance` have not reported
         self._load: LoadWindow | None = None  # expert load since the last call of `expert_load`
@@ -133,7 +133,7 @@ class Session:
         Returns at once if all of these prompts have ended, or if another thread has advanced any of them.
 
         Args:
-            waits_for_others: do not return at once if all have ended, because the caller waits for room in the queue.
+            waits_for_others: do not return at once if all prompts have ended: the caller waits for room in the queue.
 
         Returns:
             The prompts that have not ended.
@@ -167,7 +167,7 @@ class Session:
         """Raise the first error that has ended one of these prompts. Several threads may raise the same error.
 
         Args:
-            outputs: `outputs` of the error.
+            outputs: becomes `outputs` of the error.
 
         Raises:
             EngineError: the engine failed while it served the prompt.
@@ -283,7 +283,10 @@ class Session:
             self._end([])
 
     def wake(self) -> None:
-        """Make the thread that runs the engine handle the queues. Without such a thread, the next one does so first."""
+        """Make the thread that runs the engine handle the queues.
+
+        Without such a thread, the next user of the engine does.
+        """
         if self._is_polling:
             self.engine.wake()
 
@@ -371,7 +374,7 @@ class Session:
         except EngineError as error:  # the engine has ended all its requests
             with self._frontend_lock:
                 waiting = {queued.prompt_id for queued in self._for_engine if isinstance(queued, Submission)}
-                for concerned in self.frontend.unfinished_prompts - waiting:  # queued ones may restart it
+                for concerned in self.frontend.unfinished_prompts - waiting:  # queued prompts may restart the engine
                     self._fail(concerned, error)
             return
         to_abort: list[str] = []

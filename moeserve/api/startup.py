@@ -206,7 +206,8 @@ def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextPart
     """Read a checkpoint's tokenizer, unless it is given, and its default sampling parameters and end tokens.
 
     Raises:
-        CheckpointError: one of them cannot be used.
+        CheckpointError: the tokenizer or generation_config.json cannot be used.
+        SettingsError: override_generation_config has a wrong value.
     """
     weights, texts = config.weights, config.texts
     codec = codec or TextCodec.load(texts.tokenizer_path)
@@ -258,7 +259,7 @@ def _find_hosts(parallel: ParallelSettings) -> Cluster | HostPool | None:
     """Return the hosts that run the ranks; None if only this one does.
 
     Raises:
-        SettingsError, EngineError: as `_find_cluster`; other hosts cannot join, or do not.
+        SettingsError, EngineError: as for `_find_cluster`; or other hosts cannot join, or do not join in time.
     """
     options = host_options(parallel)
     if options is None:
@@ -306,7 +307,7 @@ def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
 def _launcher(
     executor: Literal["uniproc", "mp", "ray"], cluster: Cluster | HostPool | None, *, show_progress: bool
 ) -> Launcher:
-    """Return what starts the replicas. Its module is imported only here: Ray may not be installed."""
+    """Return the launcher of the replicas. Its module is imported only here, because Ray may not be installed."""
     if executor == "uniproc":
         from moeserve.engine.local_replica import ThreadLauncher
 

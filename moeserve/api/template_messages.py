@@ -64,11 +64,12 @@ def _renders(template: str, messages: list[dict[str, Any]]) -> bool:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Return messages in each form that a chat template may expect. Try a form if the template refuses those before it.
+    """Return messages in the forms that a chat template may expect, to be tried in order until the template accepts
+    one.
 
-    - Instructions (system and developer messages) at the start become one message. Later ones, and results of tools,
-      become part of a user's turn if the template does not render them. A message never changes the ones before it,
-      except that it may extend the last user's turn, so the prefix cache finds earlier turns.
+    - Instructions (system and developer messages) at the start become one message. Later instructions, and results of
+      tools, become part of a user's turn if the template does not render them. A message never changes the ones before
+      it, except that it may extend the last user's turn, so the prefix cache finds earlier turns.
     - If the template does not render tools or calls, they are written as text.
     - Most templates expect the arguments of calls as objects, but some, such as DeepSeek's, as JSON.
     - Templates that require the roles to alternate get neighbours of the same role as one message.
@@ -114,7 +115,7 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def arguments_object(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Other values become its only entry, as does JSON that is cut off."""
+    """Return the arguments of a call as an object. Any other value, or JSON that is cut off, becomes its only entry."""
     if isinstance(arguments, Mapping):
         return dict(arguments)
     try:
@@ -167,7 +168,7 @@ def _instructions(
 
 
 def _alternating(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which neighbours that are both the user's or both the assistant's are one message."""
+    """Return messages in which neighbouring messages of the user, or of the assistant, are joined."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         last = merged[-1] if merged else {}

@@ -30,7 +30,14 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # keys of a mes
 
 
 def answer(message: bytes) -> bytes:
-    """Render a conversation. The message has the arguments of `rendered`, and the answer its text or its error."""
+    """Render a conversation.
+
+    Args:
+        message: JSON with the arguments of `rendered`.
+
+    Returns:
+        `RENDERED` and the text, or `REFUSED` and the error.
+    """
     try:
         kind, text = RENDERED, rendered(**json.loads(message))
         if len(text) > MAX_RENDERED_BYTES:

@@ -30,7 +30,7 @@ class TextCodec:
     """A checkpoint's tokenizer: converts text to token ids and back.
 
     Text is decoded with the tokenizer's own decoder. Some tokenizer configs request a clean-up of spaces before
-    punctuation. It is not applied, because it removes spaces that the model has written.
+    punctuation. This clean-up is not applied, because it removes spaces that the model has written.
     """
 
     def __init__(self, tokenizer: LoadedTokenizer) -> None:
@@ -227,7 +227,7 @@ class TextCodec:
 
 
 def keeps_text(backend: Any, added_tokens: Iterable[Any]) -> bool:
-    """Return True if each character of a text becomes part of a token, apart from those that a normal form composes.
+    """Return True if each character of a text becomes part of a token, except characters that a normal form composes.
 
     Other tokenizers may drop characters, or map any number of them to one token.
     """

@@ -21,7 +21,7 @@ from moeserve.models.checkpoint.model_files import find_model
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
 
-# Short ones of several kinds, and a long one for windows, chunks and scaled rotary embeddings.
+# Short prompts of several kinds, and a long prompt for windows, chunks and scaled rotary embeddings.
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, there was a",
@@ -35,18 +35,18 @@ PROMPTS = (
     ", ".join(map(str, range(1, 250))),
 )
 NUM_TOKENS = 16
-SHOWN_CHARACTERS = 60  # of a prompt
+SHOWN_CHARACTERS = 60  # number of characters shown of a prompt
 # Settings with which moeserve computes another function than the checkpoint's.
 REFUSED_SETTINGS = ("quantization", "hf_overrides", "load_format", "model_impl")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest differences that rounding explains. Differences of log-probabilities are in nats."""
+    """The limits of differences between moeserve and transformers that rounding explains."""
 
-    mean: float  # of the log-probabilities of all tokens
-    single: float  # of the log-probability of one token
-    share_same: float  # of tokens that are the most likely ones in both programs, at least
+    mean: float  # maximum mean difference of the tokens' log-probabilities, in nats
+    single: float  # maximum difference of one token's log-probability, in nats
+    share_same: float  # minimum share of tokens that are the most likely tokens in both programs
 
 
 # In 16 bits, each program rounds its sums in another order, and a token whose router scores are close may then go to
@@ -131,12 +131,12 @@ def verify(
 ) -> Verification:
     """Compare a model's greedy tokens with those of transformers, for `PROMPTS` or for random tokens.
 
-    moeserve generates first; transformers then reads its tokens in one pass for each prompt. Both choose the same
-    tokens if and only if each of moeserve's is the most likely one after those before it. The models are loaded one
-    after the other.
+    moeserve generates the tokens. transformers then computes their log-probabilities in one pass for each prompt. Both
+    programs choose the same tokens if and only if each token of moeserve is, in transformers, the most likely token
+    after the tokens before it. The models are loaded one after the other.
 
     Args:
-        settings: arguments of `LLM`; the dtype is float32 unless they have another.
+        settings: arguments of `LLM`; the default dtype is float32.
         reference: checkpoint for transformers, a folder or OWNER/NAME in a hub; None: the model itself.
         num_tokens: tokens to generate for each prompt.
 
@@ -198,7 +198,7 @@ def load_in_transformers(folder: Path, dtype: str) -> Any:
     """Return transformers' model of a checkpoint, which computes with plain torch.
 
     Raises:
-        Exception: transformers cannot load it; reading configs and weights can raise any exception.
+        Exception: transformers cannot load the checkpoint; reading configs and weights can raise any exception.
     """
     import transformers
 

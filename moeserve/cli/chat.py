@@ -61,7 +61,7 @@ def converse(
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
     write_aside: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer each question until they end or one is /exit.
+    """Answer each question, until there are no more questions or the user types /exit.
 
     Args:
         questions: what the user types: questions and commands.
@@ -110,7 +110,7 @@ def _answer(
     write: Callable[[str], None],
     write_aside: Callable[[str], None],
 ) -> None:
-    """Write the answer as it is generated, and its reasoning, which is not kept. Forget a question that fails."""
+    """Write an answer and its reasoning as they are generated. Keep question and answer, unless the model fails."""
     answer, is_reasoning = "", False
     num_tokens: int | None = None
     began_s = time.monotonic()
@@ -138,7 +138,7 @@ def _answer(
 
 
 def questions(read_line: Callable[[bool], str]) -> Iterator[str]:
-    """Yield what the user types. A backslash continues a line, and three quotes enclose several.
+    """Yield each message that the user types. A backslash continues a line, and three quotes enclose several lines.
 
     Args:
         read_line: returns a line of input, and raises EOFError at the end. The argument is True if the line continues a

@@ -25,7 +25,7 @@ class Piece:
 
     content: str = ""
     reasoning: str = ""
-    num_tokens: int | None = None  # of the whole answer so far; None: unknown
+    num_tokens: int | None = None  # tokens of the whole answer so far; None: unknown
 
 
 class ChatModel(Protocol):
@@ -114,7 +114,7 @@ class RemoteModel:
                 deltas = [choice["delta"] for choice in event["choices"]]
                 yield Piece(
                     "".join(delta.get("content") or "" for delta in deltas),
-                    # The second name is that of some other servers.
+                    # Some other servers use the second name.
                     "".join(delta.get("reasoning_content") or delta.get("reasoning") or "" for delta in deltas),
                     num_tokens,
                 )

@@ -13,8 +13,8 @@ from moeserve.config.environment import environment_with
 def use_utf8_in_ascii_locale() -> None:
     """Start this program again with UTF-8 if the locale allows ASCII alone.
 
-    Python uses UTF-8 in the locales C and POSIX by itself, unless it is disabled (PYTHONUTF8=0). Without it, arguments
-    would not be the text that was typed, and neither files nor answers could have other characters.
+    Python uses UTF-8 in the locales C and POSIX by itself, unless this is disabled (PYTHONUTF8=0). Without UTF-8,
+    arguments would differ from the text that was typed, and files and answers could not have other characters.
     """
     if codecs.lookup(sys.getfilesystemencoding()).name != "ascii" or "utf8" in sys._xoptions or not sys.executable:
         return
@@ -25,7 +25,8 @@ def use_utf8_in_ascii_locale() -> None:
 def accept_all_text() -> None:
     """Let standard streams accept text that their encoding cannot represent.
 
-    Such characters are printed as escapes. Bytes that are read become surrogates, which requests refuse by name.
+    Characters that cannot be printed are written as escapes. Bytes that cannot be decoded become surrogates, and
+    requests with surrogates are refused.
     """
     for stream, errors in (
         (sys.stdin, "surrogateescape"),

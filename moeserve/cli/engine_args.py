@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moeserve.api.setting_arguments import SettingArguments
 
 Parsed = TypeVar("Parsed", bound="EngineArgs")
-# Not settings of an engine in vLLM either, so a program may have such flags of its own.
+# vLLM's engine does not have these settings either, so a program may have its own flags of these names.
 _OF_SERVER = {"log_level", "chat_template"}
 
 

@@ -49,7 +49,7 @@ def add_arguments(command: Parser) -> None:
 def _find_prompt(options: argparse.Namespace, rest: list[str]) -> list[str]:
     """Move the last positional argument to the prompts unless --prompt is given, and return the other arguments.
 
-    argparse takes positional arguments from one place of a command line; those of another place are in `rest`.
+    argparse takes positional arguments from one place of a command line; `rest` has those from other places.
     """
     positional = [each for each in (options.model_folder, options.last) if each is not None]
     if rest and not any(each.startswith("-") for each in rest):
@@ -64,7 +64,7 @@ def _find_prompt(options: argparse.Namespace, rest: list[str]) -> list[str]:
 
 
 def _is_model(text: str) -> bool:
-    """Return True for the path of a file or folder, and for a text like one, or like an id of the Hugging Face Hub."""
+    """Return True if a text is the path of a file or folder, or looks like a path or an id of the Hugging Face Hub."""
     return os.path.exists(text) or (not any(map(str.isspace, text)) and "/" in text)
 
 

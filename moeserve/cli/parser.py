@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
         self.arrange: Callable[[argparse.Namespace, list[str]], list[str]] = _leave  # called with options and the rest
 
     def add_settings(self, *groups: type) -> None:
-        """Add settings, each dataclass under its own title. They are flags, environment variables and keys of a file.
+        """Add each dataclass of settings under its own title. Settings are flags, environment variables and keys of a
+        file.
 
         Settings that are not given are absent from the parsed options.
         """
@@ -239,7 +240,7 @@ def given(options: argparse.Namespace, *groups: type) -> dict[str, Any]:
 
 
 def add_dtype(command: Parser, help: str) -> None:
-    """Add --dtype, whose default is the checkpoint's."""
+    """Add --dtype, whose default is the checkpoint's number format."""
     choices = ["auto", "float32", "bfloat16", "float16"]
     command.add_argument(
         "--dtype", choices=choices, default="auto", metavar="DTYPE", help=f"{help} [{', '.join(choices)}]"
@@ -274,7 +275,10 @@ def add_hub(command: Parser) -> None:
 
 
 def files_of(options: argparse.Namespace) -> ModelFiles:
-    """Return the files of the model that `add_model` reads. Without one, set `options.model` to the default model."""
+    """Return the files of the model that `add_model` reads.
+
+    If none is given, set `options.model` to the default model.
+    """
     from moeserve.api.default_model import default_model
     from moeserve.models.checkpoint.model_files import find_model  # imports torch
 

@@ -64,7 +64,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _find_model(options: argparse.Namespace) -> None:
-    """Join the names of each --served-model-name. If no model is given, take the last of several names for it."""
+    """Join the names of all --served-model-name flags.
+
+    If no model is given and the last of these flags has several names, its last name is the model.
+    """
     if "served_model_name" in options.on_command_line:
         groups: list[list[str]] = options.served_model_name
         if "model" not in options and len(groups[-1]) > 1:

@@ -59,6 +59,6 @@ def show(path: Path, *, png_path: Path | None = None, num_redundant: int | None 
 
 
 def plan(total: LoadWindow, num_redundant: int) -> tuple[tuple[float, ...], ...]:
-    """Return the tokens by layer and by rank that a placement made from these loads would give."""
+    """Return the tokens of each rank, [layer][rank], that a placement made from these loads would give."""
     num_slots = total.num_experts + num_redundant
     return tuple(rank_loads(loads, eplb(loads, total.num_ranks, num_slots)) for loads in total.tokens_of_expert)

@@ -11,8 +11,9 @@ from moeserve.config.engine_config import EngineConfig
 from moeserve.errors import SettingsError
 from moeserve.machine import free_memory, resource_limits, shown_bytes
 
-MESSAGES_OF_TORCH = ("can't allocate memory", "out of memory")  # of RuntimeErrors, on CPUs and on GPUs
-TORCH_BYTES = 512 * 2**20  # of address space that torch for CPUs takes while it is imported
+# parts of the messages of RuntimeErrors, on CPUs and on GPUs
+MESSAGES_OF_TORCH = ("can't allocate memory", "out of memory")
+TORCH_BYTES = 512 * 2**20  # address space that torch for CPUs takes while it is imported
 
 
 def require_room_for_torch() -> None:
@@ -33,7 +34,8 @@ def require_room_for_torch() -> None:
 def refusing_what_cannot_be_allocated(config: EngineConfig) -> Iterator[None]:
     """Convert a failed allocation while a rank starts into an error with the settings that take memory.
 
-    Ranks refuse settings that are too large one by one, before weights are loaded. This is for all of them together.
+    Before weights are loaded, ranks refuse each setting that is too large by itself. This context is for settings that
+    are too large together.
 
     Raises:
         SettingsError: instead of the error of the allocation.

@@ -10,7 +10,7 @@ from moeserve.config.settings import DispatcherName, QuantizationName
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpeed:
-    """The speed of one rank that the choice of a layout assumes."""
+    """The speed of one rank, as assumed for the choice of a layout."""
 
     memory: float  # bytes per second
     links: float  # bytes per second, received from other ranks
@@ -24,7 +24,8 @@ class DeviceDefaults:
     name: DeviceName
     max_num_seqs: int
     max_num_batched_tokens: int
-    memory_share: float  # for weights and caches, of a GPU; on CPUs for caches, of what is free after loading
+    # on a GPU, of its memory, for weights and caches; on a CPU, of what is free after loading, for caches
+    memory_share: float
     dispatcher: DispatcherName  # between several ranks
     invariant_dispatcher: DispatcherName  # the same, if results must not depend on the batch
     quantizations: tuple[QuantizationName, ...]  # formats into which weights can be quantised while they are loaded

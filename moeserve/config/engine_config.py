@@ -1,4 +1,4 @@
-"""The resolved settings of an engine, in parts: each consumer takes its own."""
+"""The resolved settings of an engine, in parts: one for each part of the engine that reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WeightsConfig:
     """The checkpoint, and the number formats in which it is loaded."""
 
     model_path: str
-    hub_model: HubModel | None  # the repository of the model, and the commit; None: it is not from a hub
+    hub_model: HubModel | None  # repository of the model, and the commit; None: the model is not from a hub
     hf_overrides: dict[str, Any] | None
     model_impl: ModelImplName
     dtype: DtypeName
@@ -35,11 +35,11 @@ class WeightsConfig:
     load_format: Literal["auto", "dummy"]
     ignore_unused_weights: bool
     packed_cache: int  # bytes
-    experts_on_host: bool  # routed experts are computed by the host of a GPU, and `quantization` is theirs
+    experts_on_host: bool  # the host of a GPU computes the routed experts, to which `quantization` then applies
     expert_memory: int | float | Literal["auto"] | None  # bytes of each rank, or a share; None: all are in memory
     expert_store: str | None  # folder of experts that are not in memory; None: one in the cache folder
-    seed: int  # of dummy weights, and of sampling
-    file_hashes: tuple[tuple[str, str], ...]  # of the files that the first ranks have read; empty until then
+    seed: int  # seed of dummy weights and of sampling
+    file_hashes: tuple[tuple[str, str], ...]  # files that the first ranks have read, with their hashes; empty before
     rl: bool  # a trainer may update the weights
 
 
@@ -48,7 +48,7 @@ class TextConfig:
     """The tokenizer, the defaults of sampling parameters, and the form of log-probabilities."""
 
     tokenizer_path: str
-    hub_tokenizer: HubModel | None  # the repository of a tokenizer of its own, and the commit
+    hub_tokenizer: HubModel | None  # repository and commit of a tokenizer that is not the model's; otherwise None
     vocab_size: int
     has_generation_config: bool  # sampling parameters of generation_config.json are the defaults
     override_generation_config: tuple[tuple[str, Any], ...]  # sampling parameters that replace these defaults
@@ -76,7 +76,8 @@ class CacheConfig:
     has_float8_cache: bool  # keys and values are 8-bit floats; otherwise they have the dtype of weights
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
     memory_share: float  # see `DeviceDefaults`
-    num_cache_blocks: int | None  # minimum if measured after a change of the number of replicas; None: no minimum
+    # minimum if a profiling run measures after a change of the number of replicas; None: no minimum
+    num_cache_blocks: int | None
     enable_prefix_caching: bool
     redoes_drafts: bool  # accepted drafts must be computed again; see `Needs`
     num_saved_states: int | None  # rows for copies of recurrent states; None: no layer of the model has a state
@@ -119,7 +120,7 @@ class ScheduleConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Number of positions behind the last draft that drafting computes.
+        """Number of positions after the last draft that drafting computes.
 
         With one MTP module, each of its passes except the first computes one such position.
         """
@@ -133,7 +134,7 @@ class ParallelConfig:
     tensor_parallel_size: int
     data_parallel_size: int
     pipeline_layers: tuple[int, ...]  # number of layers of each stage
-    num_ranks_on_host: int | None = None  # that share this rank's host; None: all ranks
+    num_ranks_on_host: int | None = None  # number of ranks on this rank's host; None: all ranks
     executor: Literal["uniproc", "mp", "ray"]
     nnodes: int
     ray_compiled_graph: bool
@@ -179,7 +180,7 @@ class ExpertsConfig:
     placements: tuple[str, ...]  # for each layer with experts, its placement as JSON; empty: computed from loads
     rebalance: Literal["off", "auto"]
     rebalance_horizon: int  # steps
-    routes: RouteShape | None  # outputs have the experts of their tokens; None: they do not
+    routes: RouteShape | None  # shape of the routed experts that outputs return; None: outputs return none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +236,7 @@ class EngineConfig:
 
     @property
     def recovers_in_place(self) -> bool:
-        """True if ranks that have not failed wait for others to take the places of those that have."""
+        """True if, after a failure, the ranks that have not failed wait for new ranks in place of the failed ones."""
         return self.failure.on_failure in ("recover", "shrink") and self.parallel.executor == "mp"
 
     @property

@@ -49,11 +49,11 @@ def is_inside_ray() -> bool:
 def cache_folder() -> Path:
     """Return the folder of generated models and packed weights.
 
-    It is $MOESERVE_CACHE if that is set, otherwise moeserve/ in the user's cache folder. A user without a home folder
-    has one in the folder of temporary files.
+    The folder is $MOESERVE_CACHE if set, otherwise moeserve/ in the user's cache folder. For a user without a home
+    folder, it is in the folder of temporary files.
 
     Raises:
-        SettingsError: there is no such folder, or the folder of temporary files cannot be used either.
+        SettingsError: the user has no home folder, and the folder of temporary files cannot be used.
     """
     chosen = os.environ.get("MOESERVE_CACHE")
     if chosen:
@@ -70,7 +70,7 @@ def cache_folder() -> Path:
 
 
 def setting_variables(settings: Iterable[str]) -> dict[str, str]:
-    """Return the variables MOESERVE_<NAME> by the lower-case name behind the prefix. Warn of those that seem misspelt.
+    """Return the variables MOESERVE_<NAME>, keyed by the name in lower case. Warn of names that seem misspelt.
 
     Args:
         settings: names of the settings that are looked for.

@@ -33,7 +33,7 @@ class ExpertShape:
     width: int  # intermediate size of an expert
     num_matrices: int = 3  # 3: gate, up and down; 2: up and down
     slices_alike: tuple[int, ...] = (1,)  # numbers of slices that give the same bytes as whole experts on CPUs
-    has_output_norm: bool = False  # of each expert's output, which slices do not have as a whole
+    has_output_norm: bool = False  # each expert's output is normalised, which needs the whole output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Numbers:
     device: DeviceName
     dtype: DtypeName
     quantization: QuantizationName | None
-    keeps_bytes: bool  # results must not depend on the layout, as on a CPU with kernels for this dtype or on request
+    keeps_bytes: bool  # results must not depend on the layout: on request, and on CPUs with kernels for this dtype
 
     @property
     def value_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Estimated seconds of one layer in a step for experts and the exchange of rows, with both layouts."""
+    """Estimated seconds for experts and the exchange of rows, in one layer of one step, with both layouts."""
 
     whole: float  # whole experts on different ranks
     sliced: float
@@ -176,11 +176,11 @@ def expected_touched(num_experts: int, top_k: int, num_tokens: int) -> int:
 
 
 def expected_fullest(num_experts: int, num_ranks: int, num_touched: int) -> float:
-    """Return the expected number of touched experts on the rank that has the most of them.
+    """Return the expected maximum, over the ranks, of the number of touched experts on a rank.
 
-    The touched experts are a random set. The number of sets with at most m experts on each rank is a coefficient of a
-    polynomial: that of x ** num_touched in the product, over the ranks, of (1 + x) ** (experts of the rank), cut off
-    after x ** m.
+    The touched experts are a random set. The number of sets with at most m experts on each rank is the coefficient of
+    x ** num_touched in a product over the ranks. The factor of a rank is (1 + x) ** (experts of the rank), without the
+    powers above x ** m.
     """
     held = [num_experts // num_ranks + (rank < num_experts % num_ranks) for rank in range(num_ranks)]
     least, num_sets = -(-num_touched // num_ranks), math.comb(num_experts, num_touched)

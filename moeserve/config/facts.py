@@ -34,11 +34,11 @@ class CheckpointFacts:
     vocab_size: int
     max_position_embeddings: int
     tensor_parallel_sizes: tuple[int, ...]  # sizes that divide its attention heads
-    tensor_parallel_sizes_alike: tuple[int, ...] = (1,)  # the sizes among them with the same bytes as a single rank
+    tensor_parallel_sizes_alike: tuple[int, ...] = (1,)  # sizes whose results have the same bytes as one rank's
     num_layers: int
     num_sparse_layers: int  # layers with experts
-    num_experts: int  # number of experts in each of these layers
-    expert_shape: ExpertShape | None = None  # experts of each of these layers; None: experts are never sliced
+    num_experts: int  # number of experts in each layer with experts
+    expert_shape: ExpertShape | None = None  # shape of a layer's experts; None: experts are never sliced
     route_shape: RouteShape | None = None  # None: the experts of tokens are not known to moeserve's code
     quantization: str | None = None  # the format of the weights, as config.json names it; None: not quantised
     has_mxfp4: bool = False  # experts are stored in MXFP4

@@ -28,8 +28,8 @@ class HubModel:
 def parse_hub_name(name: str, *, revision: str | None = None, download_dir: str | None = None) -> HubModel | None:
     """Return the model that a name means in a hub; None if the name is that of a folder or a file.
 
-    Whatever exists at that path takes precedence. Names that begin with `.`, `/` or `~`, or end with `.gguf` without a
-    repository before a colon, are paths in any case.
+    A file or folder that exists at that path takes precedence. Names that begin with `.`, `/` or `~`, or end with
+    `.gguf` without a repository before a colon, are paths in any case.
     """
     match = _NAME.fullmatch(name)
     if match is None or (match["gguf"] is None and name.endswith(".gguf")) or os.path.lexists(name):

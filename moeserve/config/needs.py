@@ -14,9 +14,10 @@ class Needs:
     block_size: int = 16  # default number of tokens in a block of the KV cache
     block_multiple: int = 1  # block sizes must be multiples of this
     fits_float8_cache: bool = True  # the cache can hold 8-bit floats
-    keeps_state: bool = False  # a recurrent state for each request; of a whole model, from its cache rules
-    redoes_drafts: bool = False  # keeps nothing between draft tokens, so accepted ones are computed again
-    reads_earlier_layer: bool = False  # reads what an earlier layer has chosen, so both are on one pipeline stage
+    keeps_state: bool = False  # has a recurrent state for each request; for a whole model, its cache rules decide this
+    redoes_drafts: bool = False  # keeps no state between draft tokens, so accepted draft tokens are computed again
+    # reads what an earlier layer has chosen, so both layers must be in one pipeline stage
+    reads_earlier_layer: bool = False
     without_gpu_kernels: str | None = None  # the part that has no kernels for GPUs
     without_gpu_order: str | None = None  # the part whose sums have no fixed order on GPUs
 

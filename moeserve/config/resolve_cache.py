@@ -18,7 +18,7 @@ def resolve_cache(cache: CacheSettings, facts: Facts, schedule: ScheduleConfig) 
     """Return the sizes and formats of caches.
 
     Raises:
-        SettingsError: the model does not support them.
+        SettingsError: the model does not support the settings.
     """
     needs = facts.checkpoint.needs
     memory_share = facts.device.memory_share

@@ -18,10 +18,10 @@ def resolve_experts(
     expert_loads: tuple[tuple[float, ...], ...],
     placements: tuple[str, ...],
 ) -> ExpertsConfig:
-    """Return the placement of experts, and the way by which their tokens travel. `resolve` describes the arguments.
+    """Return the placement of experts, and the exchange of their tokens. `resolve` describes the arguments.
 
     Raises:
-        SettingsError: the layout, the model or the device does not allow it.
+        SettingsError: the layout, the model or the device does not support the settings.
     """
     parallel, is_invariant = settings.parallel, settings.model.batch_invariant
     _check_placement(parallel, facts.checkpoint)
@@ -60,7 +60,7 @@ def resolve_experts(
 
 
 def _route_shape(settings: Settings, facts: Facts) -> RouteShape:
-    """Return the shape of routes, which outputs will have.
+    """Return the shape of the routed experts that outputs will return.
 
     Raises:
         SettingsError: the model has no experts, or another setting excludes routes.

@@ -22,7 +22,7 @@ def resolve_parallel(parallel: ParallelSettings, facts: Facts) -> ParallelConfig
     """Return the layout of ranks.
 
     Raises:
-        SettingsError: the checkpoint or the machine does not allow it.
+        SettingsError: the checkpoint or the machine does not support the layout.
     """
     checkpoint = facts.checkpoint
     _check_layout(parallel, facts)
@@ -46,7 +46,7 @@ def layers_of_stages(
     given: Sequence[int] | None = None,
     first_layers: frozenset[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline stage: the given ones, or an even division.
+    """Return the number of layers of each pipeline stage: the given numbers, or an even division.
 
     If the layers do not divide evenly, the first stages have one layer more.
 
@@ -114,7 +114,10 @@ def _most_ranks(num_cores: int) -> int:
 
 
 def threads_per_rank(cores_of_nodes: Sequence[int], parallel: ParallelSettings) -> int:
-    """Return the maximum number of threads per rank, at least 1, if possible without dividing replicas or stages."""
+    """Return the maximum number of threads per rank, at least 1.
+
+    If possible, each replica stays on one host, or else each stage.
+    """
     tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
     if parallel.nnodes > 1:
         return max(1, min(cores_of_nodes) * parallel.nnodes // parallel.num_ranks)

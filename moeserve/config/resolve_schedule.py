@@ -13,7 +13,7 @@ def resolve_schedule(settings: Settings, facts: Facts) -> ScheduleConfig:
     """Return the limits of requests and steps.
 
     Raises:
-        SettingsError: the model does not support them.
+        SettingsError: the model does not support the settings.
     """
     scheduler, speculation = settings.scheduler, settings.scheduler.speculative_config
     longest = parse_length("max_model_len", settings.model.max_model_len)

@@ -62,7 +62,7 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
 
 
 def _expert_memory(settings: Settings, facts: Facts) -> int | float | Literal["auto"] | None:
-    """Return the bytes of each rank for experts, or a share of all; None if all are in memory.
+    """Return each rank's memory for experts in bytes, or as a share of all experts; None if all experts are in memory.
 
     Raises:
         SettingsError: another setting excludes experts on disk.
@@ -113,10 +113,10 @@ def _check_host(settings: Settings, facts: Facts) -> None:
 
 
 def _own_quantization(name: str | None, facts: Facts) -> QuantizationName | None:
-    """Return the setting without the name of the checkpoint's own format, which is read as it is by default.
+    """Return the quantisation that loading needs; None if the setting names the checkpoint's own format, read as it is.
 
     Raises:
-        SettingsError: the name is that of another format of checkpoints.
+        SettingsError: the setting names a format of checkpoints that is not this checkpoint's.
     """
     stored_as = facts.checkpoint.quantization
     has_kernels = name == "mxfp4" or (name == "fp8" and facts.on_gpu and facts.machine.has_float8)

@@ -14,9 +14,9 @@ class RouteShape:
     """
 
     num_layers: int  # without modules for multi-token prediction
-    layers: tuple[int, ...]  # those with experts
+    layers: tuple[int, ...]  # indices of the layers with experts
     top_k: int
-    num_experts: int  # of a layer, including zero experts
+    num_experts: int  # experts of a layer, including zero experts
 
     @property
     def dtype(self) -> Literal["uint8", "uint16"]:

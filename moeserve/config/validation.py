@@ -92,7 +92,7 @@ def read_json_text(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: the text is not JSON; the message is the rest of a sentence about it, as in `convert`.
+        ValueError: the text is not JSON; the message is the rest of a sentence about the text, as in `convert`.
     """
     try:
         return json.loads(text)
@@ -101,7 +101,7 @@ def read_json_text(text: str) -> Any:
 
 
 def _struct_of(expected: Any) -> type[msgspec.Struct] | None:
-    """Return the msgspec struct that a type is or may be; None if there is none."""
+    """Return the msgspec struct that a type is or, if it is a union, contains; None if there is none."""
     choices = (expected, *get_args(expected))
     return next((each for each in choices if isinstance(each, type) and issubclass(each, msgspec.Struct)), None)
 

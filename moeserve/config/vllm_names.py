@@ -46,7 +46,7 @@ _OF_DBO = {
 
 
 def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of moeserve for options named as in vLLM. Logs a warning for each that has no effect.
+    """Return the settings of moeserve for options named as in vLLM. Log a warning for each option without effect.
 
     Raises:
         SettingsError: trust_remote_code=True.

@@ -15,7 +15,7 @@ class VllmOption:
 
     Attributes:
         why: why other values than the harmless ones are refused, and what to do instead.
-        harmless: values that change nothing here; so do lists of them.
+        harmless: values that change nothing here, also as entries of a list.
         is_harmless: no value changes anything here.
     """
 
@@ -134,7 +134,7 @@ SAMPLING_PARAMETERS = {
     "watermarking": VllmOption("outputs have no watermark", (None, False)),
 }
 
-ARGUMENTS = {  # of methods
+ARGUMENTS = {  # arguments of methods
     "lora_request": _LORA,
     "priority": _setting("requests are served in the order of their arrival; give 0 or leave it out"),
     "tokenization_kwargs": _setting("use SamplingParams(truncate_prompt_tokens=...), or pass token ids"),
@@ -198,6 +198,6 @@ def require_harmless(options: Mapping[str, VllmOption], **values: Any) -> None:
 
 
 def refusal(options: Mapping[str, VllmOption], name: str, value: Any) -> str | None:
-    """Return the message for a value that would change something; None for others."""
+    """Return the error message for a value that would change something; None for a harmless value."""
     option = options[name]
     return None if option.accepts(value) else f"{name}={shown(value)} is not supported: {option.why}"

@@ -18,11 +18,11 @@ class Executor(Protocol):
     loaded: list[Loaded]  # the reports of the replica's ranks, in order
 
     def submit(self, work: Round) -> Future[RoundResult]:
-        """Send a round to all ranks, and return at once. They run rounds in order.
+        """Send a round to all ranks, and return at once. The ranks run rounds in order.
 
         `progress` completes the future, with the result from the rank that samples or with the error that ends this
-        executor. With `EngineConfig.gathers_reports` it does so when all ranks have answered, and the result has the
-        reports of all.
+        executor. With `EngineConfig.gathers_reports`, `progress` completes the future when all ranks have answered, and
+        the result has the reports of all ranks.
         """
         ...
 

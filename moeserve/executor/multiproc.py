@@ -1,4 +1,4 @@
-"""Runs the ranks of one replica, each in a process of its own, on this host or through the agents of others."""
+"""Runs the ranks of one replica, each in a process of its own, on this host or through the agents of other hosts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start_rank(first: RankStart, rank: int, records_fd: int | None) -> WatchedPr
 
 
 class RankFaultedError(DistributedError):
-    """A rank that could continue with other ranks has left its step, because another one failed."""
+    """A rank that could continue with other ranks has left its step, because another rank failed."""
 
     def __init__(self, report: FailureReport) -> None:
         super().__init__(report.cause)
@@ -64,8 +64,9 @@ class MultiprocExecutor:
         """
         Args:
             ranks: the processes of all ranks of the replica, in order.
-            epoch: number of recoveries before. What ranks have sent in earlier epochs is dropped.
-            interrupt: a file descriptor, and what to call when it is readable while ranks load; it may raise.
+            epoch: number of earlier recoveries. Messages of ranks from earlier epochs are dropped.
+            interrupt: a file descriptor, and a function that is called when the descriptor is readable while ranks
+                load. The function may raise an error.
 
         Raises:
             DistributedError: a rank has failed.

@@ -61,7 +61,7 @@ class ResultQueue:
         return self._pending[-1]
 
     def add(self, ended: RoundResult | BaseException) -> None:
-        """Add the result of the oldest round that has none yet. Any thread may call this."""
+        """Add the result of the oldest round that has no result yet. Any thread may call this."""
         self._ended.append(ended)
         self._wake_up.wake()
 
@@ -76,7 +76,7 @@ class ResultQueue:
 
     def complete(self) -> None:
         """Complete the futures of rounds with a result, and of transfers that have ended on all ranks."""
-        self._wake_up.take()  # clear it first, so that a result added from now on signals again
+        self._wake_up.take()  # clear the signal first, so that a result added from now on signals again
         while self._ended:
             future, ended = self._pending.popleft(), self._ended.popleft()
             if isinstance(ended, RoundResult):

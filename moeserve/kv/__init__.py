@@ -1,1 +1,1 @@
-"""KV caches: what requests hold of them, and the tensors of each rank in `rank`. Without tensors outside `rank`."""
+"""KV caches: the bookkeeping of the blocks and states that requests hold. Only `rank` has tensors."""

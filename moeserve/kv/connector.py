@@ -1,11 +1,11 @@
 """The scheduler's part of KV connectors: the index of the items in a store behind the KV cache.
 
-An item is a block, a block of layers with windows, or a saved state. It belongs to the tokens up to its end, so its key
-is the digest of these tokens. Copies between the cache and a store are *transfers*. They run asynchronously on every
-rank of the replica, and a request continues when all ranks have ended its transfer. An item is saved as soon as it is
-computed, so that its place can later be reused at once. If a waiting request begins with items that have been evicted
-from the cache but are in the store, they are loaded first, and are then found in the prefix cache like all others. An
-item that cannot be loaded is computed, so a failure of a store never changes a token.
+An item is a block, a block of layers with windows, or a saved state. An item depends on all tokens up to its end, so
+its key is the digest of these tokens. Copies between the cache and a store are *transfers*. They run asynchronously on
+every rank of the replica, and a request continues when all ranks have ended its transfer. An item is saved as soon as
+it is computed, so that its place can later be reused at once. If a waiting request begins with items that have been
+evicted from the cache but are in the store, they are loaded first, and are then found in the prefix cache like all
+others. An item that cannot be loaded is computed, so a failure of a store never changes a token.
 
 Names are those of vLLM's KVConnectorBase_V1 if the meaning is the same.
 """
@@ -50,7 +50,7 @@ class KVConnector(Protocol):
         ...
 
     def begin_save(self, keys: Sequence[ItemKey]) -> dict[ItemKey, StoreKey]:
-        """Return the store's keys for the items that it lacks and has room for."""
+        """Return the store's keys for those of the items that the store lacks and has room for."""
         ...
 
     def end_save(self, keys: Sequence[ItemKey], num_saved: int) -> None:

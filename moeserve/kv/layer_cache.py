@@ -10,9 +10,9 @@ from moeserve.kv.rules import AnyRule, CacheGroup, CacheRules, RuleOfBlocks
 
 @dataclass(frozen=True)
 class CacheDivision:
-    """The part of a tensor of a cache that one tp rank has: ranges of the whole along one axis, one after the other."""
+    """The part of a cache tensor that one tp rank has: ranges of the whole tensor along one axis, concatenated."""
 
-    axis: int  # not the first, which is that of blocks or rows; 0: the rank has all of the tensor
+    axis: int  # axis of the ranges, never that of blocks or rows; 0: the rank has the whole tensor
     ranges: tuple[range, ...]
 
 
@@ -21,17 +21,18 @@ class CacheItems:
     """The items that one network on one rank keeps by one rule."""
 
     rule: AnyRule
-    num_bytes: int  # of one item: a block of tokens, or a state
-    divisions: tuple[CacheDivision, ...] = ()  # for each tensor of the items, the part of this rank; empty: all of all
+    num_bytes: int  # bytes of one item: a block of tokens, or a state
+    # this rank's part of each tensor; empty: the rank has all of every tensor
+    divisions: tuple[CacheDivision, ...] = ()
 
 
 @dataclass(frozen=True)
 class CacheNeeds:
     """The cache memory that all networks of a rank need together."""
 
-    rules: CacheRules  # of the whole model
-    block_bytes: tuple[int, ...]  # of a block of each table
-    row_bytes: int  # of one request's states, and of each saved copy of them
+    rules: CacheRules  # rules of the whole model
+    block_bytes: tuple[int, ...]  # bytes of a block, for each table
+    row_bytes: int  # bytes of one request's states; a saved copy of them is as large
     block_size: int  # tokens
 
     @classmethod
@@ -63,7 +64,7 @@ class NoCache:
     tensors_of_items: tuple[()] = ()
 
     def clear(self) -> None:
-        """Return at once."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class Places:
 
     @classmethod
     def equal(cls, rules: CacheRules, num_places: int) -> Places:
-        """Return as many places in each group."""
+        """Return `num_places` places for each group."""
         return cls(tuple(CacheGroup(rule, num_places) for rule in rules.tables), num_places)
 
     def group_of(self, rule: RuleOfBlocks) -> int:
-        """Return the index of the group of a rule: the first, which keeps more, if it has no group of its own."""
+        """Return the index of a rule's group. A rule without a group uses the first group, which keeps all tokens."""
         return next((index for index, group in enumerate(self.tables) if group.rule.kind == rule.kind), 0)

@@ -25,19 +25,19 @@ class Prefix(NamedTuple):
     """The first blocks of a request that are cached, so that the request can start after them."""
 
     num_blocks: int
-    # Position up to which all tokens are known. If it is behind the prefix, an earlier request diverges there, and more
-    # requests may do so.
+    # Position up to which all tokens are known. If the position is after the prefix, an earlier request diverges there,
+    # and further requests may diverge there too.
     branch_point: int
 
 
 class ChunkItems(NamedTuple):
     """The states that a chunk of a plan reads and writes, and the number of blocks of its request."""
 
-    num_blocks: int  # of its request, after the plan
+    num_blocks: int  # blocks of the request after the plan
     moved_row: int | None = None  # the new row of the request's state, which has moved
-    read_row: int | None = None  # row of a saved state from which it starts
+    read_row: int | None = None  # row of a saved state from which the chunk starts
     saved: SavedState | None = None
-    is_for_others: bool = False  # other requests can start from the saved state; it is not that before drafts
+    is_for_others: bool = False  # other requests can start from the saved state; False for the state before drafts
 
 
 class CacheLimits(Protocol):
@@ -68,8 +68,8 @@ class CacheManager:
     Layers that keep all tokens are the first group. In other groups, a request drops a block as soon as none of its
     uncomputed tokens will read it. The tokens of plans in flight are uncomputed, so no plan reads a dropped block.
 
-    Of the other groups, a store behind the cache keeps only the items that a later request needs: those at positions
-    where prompts end or diverge, and where a request ends.
+    A store behind the cache keeps items of the other groups only where a later request needs them: at positions where
+    prompts end or diverge, and where a request ends.
     """
 
     def __init__(self, config: CacheLimits) -> None:
@@ -167,7 +167,7 @@ class CacheManager:
     def start(self, request: CachedRequest, prefix: Prefix) -> ToStore:
         """Give a cached prefix to a request that has no blocks yet. Its first chunk begins after the prefix.
 
-        Return the prefix's items of all groups but the first, because other requests may continue after this prefix.
+        Return the prefix's items of all groups except the first, because other requests may continue after this prefix.
         """
         cache = request.cache
         for index, (group, shared) in enumerate(self._blocks_of(request, prefix)):
@@ -203,7 +203,7 @@ class CacheManager:
         return CacheStart(tables=[table.copy() for table in cache.tables], row=cache.row)  # the tables may grow
 
     def plan_chunk(self, request: CachedRequest, num_tokens: int, num_drafts: int) -> ChunkItems:
-        """Return what a chunk of a registered request reads and writes.
+        """Return the states that a chunk of a registered request reads and writes, and the request's number of blocks.
 
         Args:
             num_tokens: tokens of the chunk, without drafts.
@@ -211,7 +211,7 @@ class CacheManager:
         cache, rows = request.cache, self._rows
         if rows is None:
             return ChunkItems(cache.num_blocks)
-        if num_drafts:  # one of them may be rejected
+        if num_drafts:  # a draft may be rejected
             saved: SavedState | None = SavedState(request.slot, rows.other_row(request.slot, cache.own_row), num_tokens)
         else:
             saved = self._save_for_others(request, num_tokens, rows)
@@ -261,7 +261,10 @@ class CacheManager:
         return [ItemKey(CacheKind.STATE, digest)]
 
     def undo_drafts(self, request: CachedRequest) -> bool:
-        """Restore the state before a request's drafts, of which one was rejected. Return False if there is no state."""
+        """Restore the state before a request's drafts, after a draft was rejected.
+
+        Return False if the model has no states.
+        """
         if self._rows is None:
             return False
         cache = request.cache
@@ -288,7 +291,7 @@ class CacheManager:
         return to_store
 
     def release(self, request: CachedRequest) -> ToStore:
-        """Free the blocks of a request. Return the items of other groups that a continuation of it needs."""
+        """Free the blocks of a request. Return the items that a continuation needs, of all groups except the first."""
         held = self._held(request)
         for group, table, num_dropped in held:
             group.pool.release(table[num_dropped:])
@@ -341,7 +344,7 @@ class CacheManager:
         return self.config.enable_prefix_caching and not request.cache.is_private
 
     def _held(self, request: CachedRequest) -> list[tuple[_Group, list[int], int]]:
-        """Return each group with the request's table and the number of blocks that it has dropped."""
+        """Return each group with the request's table and the number of blocks that the request has dropped."""
         return list(zip(self._groups, request.cache.tables, request.cache.num_dropped, strict=True))
 
     def _blocks_of(self, request: CachedRequest, prefix: Prefix) -> list[tuple[_Group, list[int]]]:

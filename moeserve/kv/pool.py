@@ -48,7 +48,10 @@ class BlockPool:
         return taken
 
     def find(self, digest: bytes) -> int | None:
-        """Return the block registered under a digest. It may be free, so `share` it before the next allocation."""
+        """Return the block registered under a digest, or None.
+
+        It may be free, so `share` it before the next allocation.
+        """
         return self._block_of_digest.get(digest)
 
     def block_of(self, digest: bytes) -> int:
@@ -64,7 +67,7 @@ class BlockPool:
             self._num_holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int], *, is_unlikely: bool = False) -> None:
-        """Remove one holder from each block of a request, given in the order of its positions.
+        """Remove one holder from each block of a request. The blocks are given in the order of their positions.
 
         The last block is freed first, so that a cached prefix is evicted from its tail. Without its head, the tail
         could not be found.

@@ -10,18 +10,20 @@ from moeserve.kv.pool import block_digests
 
 @dataclass(eq=False)
 class RequestCache:
-    """The blocks and the state of one request. Only the cache manager changes it."""
+    """The blocks and the state of one request. Only the cache manager changes this object."""
 
     root_digest: bytes
-    num_tables: int = 1  # groups of layers with blocks
+    num_tables: int = 1  # number of groups of layers with blocks
     tables: list[list[int]] = field(init=False)  # by group: the block of each position; all have the same length
     num_dropped: list[int] = field(init=False)  # by group: number of leading blocks that the request no longer holds
-    num_positions: int = 0  # positions for which it has blocks, including those of drafts that were rejected
+    num_positions: int = 0  # positions for which the request has blocks, including those of drafts that were rejected
     row: int | None = None  # row of the state before the next planned token; None: zeros
-    own_row: int = -1  # row to which chunks write the state after them, once the request is registered
+    own_row: int = -1  # row to which a chunk of the registered request writes its final state
     has_moved: bool = False  # the state has moved to `own_row` since the last plan
-    is_private: bool = False  # its keys and values are of several weights, so no other request may find them
-    branch_point: int = 0  # position where another request diverged; what a later request needs there is kept
+    # keys and values are of several versions of the weights, so no other request may find them
+    is_private: bool = False
+    # position where another request diverged; the items that a later request needs there are kept
+    branch_point: int = 0
     _digests: list[bytes] = field(default_factory=list)  # digests of the first full blocks, computed on demand
 
     def __post_init__(self) -> None:

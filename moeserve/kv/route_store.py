@@ -18,8 +18,9 @@ class RouteStore:
     A block's rows are valid as long as its keys and values are. Requests with a cached prefix, or that were preempted,
     therefore find the rows of all their tokens.
 
-    The scheduler of a replica has one. If blocks are copied to a store or to other engines, each rank has another one,
-    which only has the rows of these blocks: they are copied as a part of the block. See `kv/rank/transfers.py`.
+    The scheduler of a replica has a `RouteStore`. If blocks are copied to a store or to other engines, each rank has a
+    `RouteStore` too, which has the rows of these blocks alone: they are copied with the block. See
+    `kv/rank/transfers.py`.
     """
 
     def __init__(self, shape: RouteShape, num_blocks: int, block_size: int) -> None:
@@ -33,7 +34,7 @@ class RouteStore:
         Args:
             chunks: for each chunk of the step, the block table of its request, the position of its first token, and
                 the number of its tokens.
-            reports: of all ranks. In a stage, the rows of a rank follow those of the rank before.
+            reports: reports of all ranks. In a stage, the rows of a rank follow those of the rank before.
         """
         slots = [place for table, start, length in chunks for place in self._slots(table, start, start + length)]
         rows_of_stage: dict[int, list[bytes]] = {}
@@ -45,7 +46,7 @@ class RouteStore:
             self._rows[slots, first : first + rows.shape[1]] = rows
 
     def read(self, table: Sequence[int], start: int, end: int) -> bytes:
-        """Return the rows of a request's tokens from position `start` to `end` - 1."""
+        """Return the rows [tokens, layers, top_k] of a request's tokens `start` to `end` - 1, as bytes."""
         return self._rows[self._slots(table, start, end)].tobytes()
 
     @property
@@ -54,7 +55,7 @@ class RouteStore:
         return self._rows.view(np.uint8).reshape(len(self._rows) // self._block_size, -1)
 
     def read_blocks(self, places: Sequence[CachePlace]) -> bytes:
-        """Return the rows of those of these places that are blocks, in order."""
+        """Return the rows of the blocks among these places, in order, as bytes."""
         return self.blocks[_blocks_of(places)].tobytes()
 
     def write_blocks(self, places: Sequence[CachePlace], rows: bytes) -> None:

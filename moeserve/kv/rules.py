@@ -1,10 +1,10 @@
-"""Rules of what layers keep of a request's past, counted in blocks, and the groups of layers that share one.
+"""Rules for the part of a request's past that layers keep, counted in blocks, and groups of layers with the same rule.
 
-A layer keeps the items of all tokens, those of a window, or one state. `Has` tells whether the item that ends with a
+A layer keeps the items of all tokens, those of a window, or one state. `Has` returns True if the item that ends with a
 block is available.
 
 Groups have two shapes. Tokens are in blocks, so a request has a table of block ids for each such group. A state has a
-row: a request reads the row of its own state or of a saved one, and with drafts it has a second row.
+row: a request reads the row of its own state or of a saved state, and a request with drafts has a second row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Has: TypeAlias = Callable[[int], bool]
 
 
 class Rule(Protocol):
-    """A part of a request's past that layers keep. Its prefixes can be continued after multiples of `step` blocks."""
+    """A rule for the part of a request's past that layers keep.
+
+    A request can continue after a cached prefix of any multiple of `step` blocks.
+    """
 
     @property
     def kind(self) -> CacheKind: ...
@@ -51,7 +54,7 @@ class RuleOfBlocks(Rule, Protocol):
         ...
 
     def most_blocks(self, max_num_seqs: int, num_tokens_in_flight: int) -> int:
-        """Return the maximum number of blocks that running requests can use, `sys.maxsize` if that has no limit."""
+        """Return the maximum number of blocks that running requests can use; `sys.maxsize` if there is no maximum."""
         ...
 
 
@@ -154,7 +157,10 @@ class CacheRules:
 
 
 def groups_of(rules: Iterable[AnyRule]) -> CacheRules:
-    """Return the rules of the groups that layers with these rules form. Layers with windows share the largest one."""
+    """Return the rules of the groups that layers with these rules form.
+
+    All layers with windows have the largest window.
+    """
     tables: dict[CacheKind, RuleOfBlocks] = {KeepAll.kind: KeepAll()}
     rows: KeepState | None = None
     for rule in rules:

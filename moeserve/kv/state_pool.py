@@ -33,7 +33,7 @@ class StatePool:
         return second if row == slot else slot
 
     def has(self, digest: bytes) -> bool:
-        """Return True if the state behind a prefix is saved."""
+        """Return True if the state after a prefix is saved."""
         return self.pool.find(digest) is not None
 
     def read(self, digest: bytes) -> int:

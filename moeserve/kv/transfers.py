@@ -31,7 +31,7 @@ from moeserve.protocol import (
 
 
 class TransferredRequest(Protocol):
-    """The part of a request that transfers read. A source of blocks can be used only once, so they take it away."""
+    """The part of a request that transfers read. They clear `kv_source`, because a source can be used only once."""
 
     kv_source: PeerBlocks | None
 
@@ -53,7 +53,7 @@ class _InFlight(Generic[Waiting]):
     kind: Literal["save", "load", "keep", "receive", "cancel"]
     places: list[CachePlace]  # places that the transfer reads or writes, and of which it is a holder
     keys: list[ItemKey]  # keys of the items that are saved, loaded or received
-    held: list[CachePlace]  # other places that it holds: the rest of the prefix for which the request waits
+    held: list[CachePlace]  # other places that the transfer holds: the rest of the prefix for which the request waits
     request: Waiting | None = None  # the request that waits for the end of the transfer
     handle: str = ""  # handle of the items that are received
 
@@ -79,7 +79,7 @@ class BlockTransfers(Generic[Waiting]):
         Args:
             pools: pool of the cache's places for each kind of items.
             limits: give the number of tokens in a block.
-            addresses: address of each rank of this replica at which other engines can read items. Empty: they cannot.
+            addresses: address of each rank of this replica at which other engines can read items; empty: none can.
             routes: the experts of cached tokens, which are copied with their blocks.
         """
         self.connector = connector
@@ -135,7 +135,7 @@ class BlockTransfers(Generic[Waiting]):
         self._rates.note_step(num_tokens, seconds)
 
     def fit(self, keys: Sequence[ItemKey]) -> bool:
-        """Return True if there is room in the cache for those of these items that it lacks."""
+        """Return True if the cache has room for all of these items, some of which it may have already."""
         return all(
             sum(self._needs_free_place(key) for key in keys if key.kind == kind) <= pool.num_free
             for kind, pool in self._pools.items()
@@ -178,7 +178,7 @@ class BlockTransfers(Generic[Waiting]):
     def keep(self, request: Waiting, keys: Sequence[ItemKey], update: RequestUpdate) -> RequestUpdate:
         """Keep items of an ended request's prompt for another engine. The cache must have the items.
 
-        They are not kept if half of the cache is kept already, so that other requests can run.
+        The items are not kept if more than half of the cache would be kept, so that other requests can run.
 
         Returns:
             The request's last update, with `kv_blocks` if the items are kept.

@@ -30,7 +30,7 @@ class Launch:
     hosts: Sequence[str]  # other nodes, started by the remote shell; empty: started by other means
     remote_shell: str  # command line without the host name
     interface: str | None  # network interface by name or subnet
-    num_cpus: int | None  # number of CPUs that Ray uses here; None: those this process may use
+    num_cpus: int | None  # number of CPUs that Ray uses here; None: all that this process may use
     model: str | None  # checkpoint folder that each node must be able to read, or OWNER/NAME in a hub
     timeout_s: float  # limit for all nodes to join
     command: Sequence[str]  # command to run; empty: keep the cluster until interrupted
@@ -50,7 +50,7 @@ def find_addresses(options: Launch) -> tuple[str, str]:
     else:
         head = _resolved(options.head, options.timeout_s)
     if options.interface and is_loopback(head) and options.num_nodes > 1:
-        head = address_on(options.interface)  # its own name often resolves to loopback in /etc/hosts
+        head = address_on(options.interface)  # the host's own name often resolves to loopback in /etc/hosts
     if is_own(head):
         return head, head
     return head, address_on(options.interface) if options.interface else _address_towards(head)
@@ -98,7 +98,7 @@ def check_node(options: Launch, head: str, own: str) -> None:
 
 
 def why_unreachable(host: str, port: int, own: str) -> str:
-    """Return the reason why `own` cannot connect to a port of `host`; "" if it can."""
+    """Return the reason why `own` cannot connect to a port of `host`; "" if the connection succeeds."""
     try:
         socket.create_connection((host, port), timeout=SECONDS_TO_CONNECT, source_address=(own, 0)).close()
     except OSError as error:

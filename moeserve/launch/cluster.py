@@ -32,7 +32,7 @@ TOKEN_BYTES = 32
 
 
 def launch(options: Launch) -> int:
-    """Run this node's part. Return the exit status: on the head that of the command, on other nodes 0.
+    """Run this node's part of the cluster. Return the command's exit status on the head, and 0 on other nodes.
 
     Raises:
         SettingsError: this node cannot be part of the cluster.
@@ -91,7 +91,7 @@ def _exports(environment: dict[str, str]) -> str:
 
 
 def _wait_for_nodes(options: Launch, address: str, environment: dict[str, str], started: Sequence[Command]) -> None:
-    """Wait until all nodes have joined and been checked, in a separate process, which Ray may terminate."""
+    """Wait until all nodes have joined and been checked. A separate process waits, because Ray may terminate it."""
     arguments = ["--nodes", str(options.num_nodes), "--timeout", str(options.timeout_s)]
     arguments += ["--model", options.model] if options.model else []
     command = [sys.executable, "-m", "moeserve.executor.ray", *arguments]

@@ -75,7 +75,7 @@ def running_in_background(
 ) -> Iterator[Command]:
     """Run a command in its own session, keep its last output, and terminate it when the context is left.
 
-    It also receives SIGTERM if this process is killed.
+    The command also receives SIGTERM if this process is killed.
 
     Raises:
         SettingsError: the program does not exist.
@@ -103,7 +103,7 @@ def raise_ended(commands: Sequence[Command]) -> NoReturn:
 
     Raises:
         SettingsError: the head refused this node's token.
-        EngineError: the command exited for any other reason; shows its last output.
+        EngineError: the command exited for any other reason; the message has the last output.
     """
     ended = next(command for command in commands if not command.is_running)
     output = ended.last_output()

@@ -56,8 +56,8 @@ class Parent:
         """
         Args:
             pidfd: pidfd of the parent; None if the system has no pidfds.
-            records_fd: a file of `ProgressRecords`, for this process and its children; None: there is none.
-            channel: a connection to another host, from which the order to start this process came; None: the
+            records_fd: a file of `ProgressRecords`, for this process and its children; None: no records are written.
+            channel: a connection to another host, from which the request to start this process came; None: the
                 connection to the parent.
         """
         self.name = launch.name
@@ -92,18 +92,18 @@ class Parent:
         _exit(1)
 
     def adopt(self, children: Sequence[WatchedProcess[Any]]) -> None:
-        """Report failures of children together with those of this process, and terminate them with it."""
+        """Report failures of children together with those of this process, and terminate the children with it."""
         self._children = children
 
 
 def run(target: str, connection: socket.socket, parent_pidfd: int | None = None) -> NoReturn:
-    """Call a function with this process's `Parent`, report an exception of it to the parent, and exit.
+    """Call a function with this process's `Parent`, report an exception of the function to the parent, and exit.
 
     Nothing is released at exit, because waiting for a collective could block if its other ranks have exited.
 
     Args:
         target: "module:function".
-        parent_pidfd: pidfd of the parent; None: this process is its child, and finds it by the process id.
+        parent_pidfd: pidfd of the parent; None: this process is a child of the parent, and opens the pidfd itself.
     """
     connection.setblocking(True)
     try:

@@ -31,7 +31,7 @@ class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # the process's name in messages: "rank 3"
     cause: str  # one line: "killed by SIGKILL", "ValueError: ..."
     is_consequence: bool = False  # another rank failed first: a DistributedError
-    error: str | None = None  # name of the class, if it is one of moeserve/errors.py
+    error: str | None = None  # name of the error's class, if the class is in moeserve/errors.py
     traceback: str = ""
 
     def __str__(self) -> str:
@@ -52,12 +52,13 @@ def report_of(error: BaseException, name: str) -> FailureReport:
 
 
 def root_cause(reports: Sequence[FailureReport]) -> FailureReport:
-    """Return the first failure that is not a consequence of another."""
+    """Return the first failure that is not a consequence of another failure."""
     return next((report for report in reports if not report.is_consequence), reports[0])
 
 
 def as_error(report: FailureReport, context: str) -> MoeserveError:
-    """Return the exception to raise for a failed process, of its original class if the user's input caused it.
+    """Return the exception to raise for a failed process. It has the original class if the user's input caused the
+    failure.
 
     Args:
         context: the activity that failed, for the message, such as "loading the model".

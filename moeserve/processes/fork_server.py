@@ -1,13 +1,14 @@
 """A process that has loaded torch and the engine, and forks ranks, which then start in milliseconds.
 
-A process starts its server with its first rank, and the server exits with that process. It stays after an engine has
-been shut down, so that the next start is fast. Ranks can start further ranks through the same server. Environment
-variables, working folder, import path, usable cores and output of a new process are those of the process that requests
-it. A fork cannot change variables that libraries have read while they were loaded, so there is one server for each set
-of such variables. This is the only process-wide state of the package: a second engine must find the server of the
-first.
+A process starts its server with its first rank, and the server exits with that process. The server stays after an
+engine has been shut down, so that the next start is fast. Ranks can start further ranks through the same server.
+Environment variables, working folder, import path, usable cores and output of a new process are those of the process
+that requests the new process. A fork cannot change variables that libraries have read while they were loaded, so there
+is one server for each set of such variables. This is the only process-wide state of the package: a second engine must
+find the server of the first.
 
-If a server cannot be used or was killed, processes are started without it. Processes that it has forked continue.
+If a server cannot be used or was killed, processes are started without it. Processes that the server has forked
+continue.
 
 Linux only: libraries of macOS do not survive a fork, and without pidfds a process can watch only its own children.
 """
@@ -115,7 +116,7 @@ class ForkedProcess:
 
 
 class _Server:
-    """A connection to a running server, and its process where it is a child of this one."""
+    """A connection to a running server, and the server's process if it is a child of this process."""
 
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._control = control
@@ -163,7 +164,7 @@ class _Server:
                 self._process.wait()
 
 
-_servers: dict[frozenset[tuple[str, str]], _Server] = {}  # by what libraries read as they start
+_servers: dict[frozenset[tuple[str, str]], _Server] = {}  # by the variables that libraries read as they start
 _owner = 0  # process id: a fork of this process has servers of its own
 _lock = threading.Lock()
 
@@ -174,7 +175,7 @@ def is_available() -> bool:
 
 
 def start(environment: Mapping[str, str]) -> _Server:
-    """Return the server for an environment, started if there is none. It may still be loading torch."""
+    """Return the server for an environment, started if there is none. The server may still be loading torch."""
     global _owner
     with _lock:
         if _owner != os.getpid():
@@ -187,7 +188,7 @@ def start(environment: Mapping[str, str]) -> _Server:
 
 
 def fork(target: str, environment: Mapping[str, str], channel: socket.socket) -> ForkedProcess | None:
-    """Start a process through the server. Return None if that fails; the process must then be started without it.
+    """Start a process through the server. Return None if that fails; the process must then be started without a server.
 
     Args:
         target: "module:function", called with the process's `Parent`.
@@ -252,7 +253,7 @@ class _Forked:
 
     request: _Request
     channel: socket.socket
-    control: socket.socket  # through which it can fork further processes
+    control: socket.socket  # through which the process can fork further processes
     parent_pidfd: int
 
 
@@ -289,7 +290,10 @@ class _ServerLoop:
                         return forked
 
     def _answer(self, fd: int) -> _Forked | None:
-        """Fork the process that the next request describes. Return its `_Forked` there, and None in the server."""
+        """Fork the process that the next request describes.
+
+        Return its `_Forked` in the new process, and None in the server.
+        """
         data, fds, *_ = socket.recv_fds(self._controls[fd], MAX_REQUEST_BYTES, NUM_FDS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             if fd == self._first:
@@ -364,7 +368,7 @@ class _ServerLoop:
 
 
 def main(control_fd: int) -> NoReturn:
-    """Run a server, or in a forked process its target."""
+    """Run a server. In each process that the server forks, run the target of the request."""
     forked = _ServerLoop(socket.socket(fileno=control_fd)).run()
     request = forked.request
     os.setsid()

@@ -1,4 +1,4 @@
-"""The modules of this Python, for others that it starts."""
+"""The folders where this Python finds modules, for other Pythons that it starts."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ _LENGTH_BYTES = 8
 class ProcessLimits:
     """The limits of a process."""
 
-    cpu_seconds: float  # of one answer
-    deadline_s: float  # of one answer, for a process that does not run
+    cpu_seconds: float  # maximum processor time of one answer
+    deadline_s: float  # maximum time of one answer, also if the process does not run
     max_added_bytes: int  # address space that one answer may add
     max_kept_bytes: int  # memory that the process may keep before it is replaced
-    max_answers: int  # of one process
+    max_answers: int  # maximum number of answers of one process
     niceness: int = 0
 
 
@@ -42,7 +42,10 @@ class StartError(Exception):
 
 
 class LimitedProcess:
-    """Sends messages to a process and returns its answers. It is started for the first message. Thread-safe."""
+    """Sends messages to a process and returns its answers.
+
+    The process is started for the first message. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class LimitedProcess:
     ) -> None:
         """
         Args:
-            module: is run in the process, and calls `answer_messages`.
+            module: module that is run in the process, and calls `answer_messages`.
             environment: returns the environment of a process.
             first_message: returns the first message of each process.
         """
@@ -61,10 +64,10 @@ class LimitedProcess:
         self._environment, self._first_message = environment, first_message
         self._process: _Process | None = None
         self._lock = threading.Lock()
-        self.num_processes = 0  # that were started
+        self.num_processes = 0  # number of processes that were started
 
     def answer(self, message: bytes) -> bytes | None:
-        """Return the answer to a message; None if it exceeds a limit.
+        """Return the answer to a message; None if the computation of the answer exceeds a limit.
 
         Raises:
             StartError: a process does not start.
@@ -95,7 +98,7 @@ class LimitedProcess:
 
 
 class _Process:
-    """One process. It ends when this process ends, because its input does."""
+    """One process that answers messages. It ends when this process ends, because its input then ends."""
 
     def __init__(self, module: str, environment: dict[str, str], first_message: bytes) -> None:
         self.creator = os.getpid()  # a fork of the creator must not use the process
@@ -142,7 +145,8 @@ def answer_messages(start: Callable[[bytes], Callable[[bytes], bytes]], limits: 
     """Answer the messages of a `LimitedProcess`, in its process.
 
     Args:
-        start: returns the function that answers messages. It takes the first message, and raises StartError to refuse.
+        start: returns the function that answers messages. `start` gets the first message, and raises StartError to
+            refuse.
     """
     os.nice(limits.niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -180,7 +184,7 @@ def _send(peer: socket.socket, message: bytes) -> None:
 
 
 def _received(peer: socket.socket) -> bytes | None:
-    """Return the next message; None at the end."""
+    """Return the next message; None at the end of the input."""
     length = _exactly(peer, _LENGTH_BYTES)
     return None if length is None else _exactly(peer, int.from_bytes(length, "little"))
 

@@ -36,8 +36,8 @@ def start_process(
 ) -> WatchedProcess[Any]:
     """Start a process that calls a function, and send it its configuration.
 
-    The process is in a session of its own, so a Ctrl-C in the terminal reaches this process alone. It ends when this
-    process ends or is killed.
+    The process is in a session of its own, so a Ctrl-C in the terminal reaches this process alone. The new process ends
+    when this process ends or is killed.
 
     Args:
         target: "module:function"; the function is called with a `child.Parent`.

@@ -32,7 +32,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def start_log(level: int | str, format: LogFormat = "text", *, process: str = "", force: bool = False) -> None:
-    """Write messages of this level and above to standard error; those of other packages from warnings on.
+    """Write moeserve's messages of this level and above to standard error, and warnings and errors of other packages.
 
     Args:
         level: number or name of a level of `logging`.
@@ -49,7 +49,7 @@ def start_log(level: int | str, format: LogFormat = "text", *, process: str = ""
 
 
 def log_level() -> int:
-    """Return the least level of messages that this process logs."""
+    """Return the minimum level of messages that this process logs."""
     return logging.getLogger("moeserve").getEffectiveLevel()
 
 

@@ -30,7 +30,7 @@ class PeerError(Exception):
 class Connection:
     """A connection to another process. All methods raise OSError or PeerError if the connection fails.
 
-    It also fails if the other side is silent for too long.
+    A connection also fails if the other side is silent for too long.
     """
 
     def __init__(self, connected: socket.socket, deadline: float, silence_s: float = SECONDS_OF_SILENCE) -> None:

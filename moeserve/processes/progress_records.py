@@ -1,8 +1,8 @@
-"""Progress records: 64 bytes of shared memory for each process, in which it writes what it does.
+"""Progress records: 64 bytes of shared memory for each process, in which the process records its progress.
 
-The process that started all others reads them (`engine/hang_watch.py`); from other hosts they are sent to it. The C++
-extension writes them, also while it replays graphs; without it, all records stay as they were made. See
-csrc/host/progress_record.h.
+The process that started all others reads the records (`engine/hang_watch.py`); other hosts send their records to this
+process. The C++ extension writes the records, also while it replays graphs; without the extension, all records keep
+their initial values. See csrc/host/progress_record.h.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LAYOUT = struct.Struct("=6Q2IQ")
 
 
 class Phase(IntEnum):
-    """The state of a process, as far as it matters to those who wait for it."""
+    """The state of a process, as far as it matters to processes that wait for it."""
 
     LOADING = 0
     IDLE = 1  # waits for its engine
     COMPUTING = 2
-    WAITING = 3  # for other ranks, in memory that they share
-    BLOCKED = 4  # for other ranks, in a library
+    WAITING = 3  # waits for other ranks, in memory that they share
+    BLOCKED = 4  # waits for other ranks, in a library
     UPDATING = 5  # runs a command between two steps, such as an update of the weights
 
 
@@ -39,7 +39,7 @@ class ProgressRecord(NamedTuple):
 
     heartbeat: int = 0  # grows ten times a second, even while Python is stuck
     round: int = 0
-    num_collectives: int = 0  # begun, in all groups
+    num_collectives: int = 0  # number of collectives begun, in all groups
     num_kernels: int = 0
     num_reads: int = 0  # page faults and blocks that were read from disks
     num_looks: int = 0  # grows while this rank waits for others
@@ -54,12 +54,12 @@ class ProgressRecord(NamedTuple):
 
     @property
     def counters(self) -> tuple[int, ...]:
-        """The counters of which one changes when this rank makes progress."""
+        """The counters. At least one of them changes when this rank makes progress."""
         return self.epoch, self.round, self.num_collectives, self.layer, self.num_kernels, self.num_reads
 
 
 class ProgressRecords:
-    """The records of several processes, read by the one that made the memory."""
+    """The records of several processes, read by the process that made the memory."""
 
     def __init__(self, num_records: int) -> None:
         """Raises OSError if there is no memory."""
@@ -95,7 +95,7 @@ class ProgressRecords:
 
 
 def attach(fd: int | None, index: int) -> None:
-    """Write this process's progress to a record from now on, and heartbeats to it.
+    """Write the progress and the heartbeats of this process to a record from now on.
 
     Args:
         fd: the file of `ProgressRecords`. None: nothing is written.

@@ -15,7 +15,7 @@ def key_in_file(setting: str, path: str) -> bytes:
     """Return the key in a file.
 
     Args:
-        setting: that names the file, for errors.
+        setting: name of the setting that names the file, for error messages.
 
     Raises:
         SettingsError: the key cannot be read, or is too short.
@@ -36,7 +36,7 @@ def proof(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
     """Return the proof to the other side that this side knows the key.
 
     Args:
-        role: role of this side, so that its proof cannot be sent back to it.
+        role: role of this side, so that the other side cannot send the proof back as its own.
         first, second: the nonces of both sides, in an order that depends on the role.
     """
     return hmac.digest(key, role + first + second, "sha256")

@@ -27,7 +27,7 @@ def open_closed_streams() -> None:
 
 
 def copy_of_stream(fd: int) -> int:
-    """Return a copy of standard output or error; of /dev/null if it is closed.
+    """Return a copy of standard output or error, or of /dev/null if the stream is closed.
 
     If a file of the program has the stream's number, because it was opened while the stream was closed, then processes
     do not inherit it, and the stream counts as closed.

@@ -1,4 +1,4 @@
-"""Watched processes: messages and failures of processes that run anywhere, and how to end them all."""
+"""Watched processes: messages and failures of processes that run anywhere, and the end of all of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class ProcessHandle(Protocol):
-    """Control of one process. Implementations: a child of this process, of the fork server, an actor of Ray."""
+    """Control of one process: a child of this process or of the fork server, a process elsewhere, or a Ray actor."""
 
     @property
     def watched_fds(self) -> list[int]:
@@ -70,7 +70,7 @@ class Watched(Protocol):
 
     @property
     def ends_silently(self) -> bool:
-        """True if none of `fds` becomes readable at the end, which must therefore be looked for at intervals."""
+        """True if none of `fds` becomes readable when the process ends, so that its end must be polled."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Watched(Protocol):
         ...
 
     def flush(self, timeout_s: float = 0.0) -> object:
-        """Send what was not sent before, as much as is accepted within this time."""
+        """Send pending data, as much as is accepted within this time."""
         ...
 
     def failures(self) -> list[FailureReport]:
@@ -103,7 +103,7 @@ class Watched(Protocol):
 
 
 class WatchedProcess(Generic[Incoming]):
-    """A process that this one exchanges messages with, and whose failures it reports. See `Watched`."""
+    """A process with which this process exchanges messages, and its failures. See `Watched`."""
 
     def __init__(self, name: str, connection: socket.socket, incoming: Any, handle: ProcessHandle) -> None:
         """
@@ -186,10 +186,10 @@ def send_failures(channel: Channel[Any], reports: Sequence[FailureReport]) -> No
 def collect_failures(
     processes: Sequence[Watched], seen: Sequence[FailureReport] = (), *, seconds: float = SECONDS_TO_COLLECT
 ) -> list[FailureReport]:
-    """Return all failures known soon after the first sign of one; return early once the first cause is among them.
+    """Return the failures known shortly after the first failure; return early once a root cause is among them.
 
     Args:
-        seen: failures that may follow from those of the processes. They come last.
+        seen: failures that may follow from failures of the processes. They come last.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -225,7 +225,7 @@ class ProcessPoll(Generic[Member]):
         self._silently_ending = [process for process in self._processes if process.ends_silently]
 
     def ready(self, timeout_s: float | None = 0.0) -> list[Member]:
-        """Return the processes that have sent a message or ended, after waiting for one. Send what was not sent before.
+        """Return the processes that have sent a message or ended, after waiting for the first one. Send pending data.
 
         A Ctrl-C that was deferred is raised while this waits.
         """
@@ -274,7 +274,7 @@ def _wait(processes: Sequence[Watched], timeout_s: float | None, *other_fds: int
 
 
 def end_all(processes: Sequence[Watched], *, patience_s: float = 0.0) -> None:
-    """Wait for processes to exit by themselves, then kill those that have not. None runs afterwards."""
+    """Wait for processes to exit by themselves, then kill those that have not. No process runs afterwards."""
     deadline = time.monotonic() + patience_s
     for process in processes:
         process.flush(max(0.0, deadline - time.monotonic()))
@@ -288,7 +288,7 @@ def end_all(processes: Sequence[Watched], *, patience_s: float = 0.0) -> None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a file descriptor that is readable once the process has ended; None if there is no such thing here."""
+    """Return a file descriptor that is readable once the process has ended; None if the system has no pidfds."""
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError, OSError):
             return os.pidfd_open(pid)

@@ -28,7 +28,7 @@ class AdmissionQueue:
     ) -> None:
         self.waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
         self.loading: dict[str, LiveRequest] = {}  # requests that wait for a transfer
-        self.num_tokens = 0  # known tokens of all these requests
+        self.num_tokens = 0  # number of known tokens of all requests in the queue
         self._config, self._caches, self._transfers = config, caches, transfers
 
     def __len__(self) -> int:
@@ -47,13 +47,14 @@ class AdmissionQueue:
         self.num_tokens += len(request.token_ids)
 
     def admit(self, running: Sized, prefilling: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Prefix]]:
-        """Yield requests that fit, oldest first, with their cached prefixes. The caller starts each before the next.
+        """Yield requests that fit, oldest first, with their cached prefixes. The caller starts a request before the
+        next.
 
         A bounded number of requests may pass those that do not fit yet.
 
         Args:
             running: all running requests.
-            prefilling: those among them with more than one unplanned token.
+            prefilling: running requests with more than one unplanned token.
         """
         passed: list[LiveRequest] = []
         num_promised = sum(map(self._caches.num_missing_blocks, prefilling))
@@ -112,9 +113,9 @@ class AdmissionQueue:
         self.num_tokens -= len(request.token_ids)
 
     def _receives_or_loads(self, request: LiveRequest, prefix: Prefix) -> bool:
-        """Start to copy items behind a request's cached prefix from another engine or from the store, if that helps.
+        """Start to copy items after a request's cached prefix from another engine or from the store, if this helps.
 
-        Return True if the request waits for them.
+        Return True if the request waits for the items.
         """
         transfers = self._transfers
         if transfers is None:
@@ -135,8 +136,8 @@ class AdmissionQueue:
         if prefix.num_blocks >= num_blocks:
             return False
         keys = self._caches.items_of(request, num_blocks)
-        # The source has all blocks of layers that keep all tokens. Of other layers, it has only what a request needs to
-        # continue after the source's last block.
+        # The source has all blocks of layers that keep all tokens. For other layers, the source has only the items with
+        # which a request continues after the last block.
         can_use = num_blocks == source.num_blocks or len(keys) == num_blocks
         if not can_use or not transfers.fit(keys):
             return False

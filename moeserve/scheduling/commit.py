@@ -37,7 +37,7 @@ class PlannedChunk(NamedTuple):
     num_tokens: int  # number of tokens without drafts
     num_drafts: int
     samples: bool
-    num_prompt_rows: int  # number of prompt tokens whose log-probabilities it returns
+    num_prompt_rows: int  # number of prompt tokens whose log-probabilities the chunk returns
     num_known: int  # number of the request's tokens that ranks have after this plan
     items: ChunkItems
 
@@ -77,7 +77,7 @@ class PlansInFlight:
         return len(self._plans)
 
     def start(self, request: LiveRequest, prefix: Prefix) -> None:
-        """Start a request behind its cached prefix."""
+        """Start a request after its cached prefix."""
         self.running[request.request_id] = request
         self.prefilling.add(request)
         self._note_computed(self._caches.start(request, prefix))
@@ -114,7 +114,7 @@ class PlansInFlight:
 
         Args:
             chunks: numbers of tokens of running requests, without drafts.
-            drafts: draft tokens of some of them.
+            drafts: draft tokens of some of these requests.
             new_blocks: blocks that registered requests got for this plan, by slot.
         """
         self._step += 1
@@ -268,7 +268,7 @@ class PlansInFlight:
         return update
 
     def _with_routes(self, update: RequestUpdate, request: LiveRequest, routes: RouteStore) -> RequestUpdate:
-        """Return an update with the experts of the tokens up to the last one, which is not computed yet."""
+        """Return an update with the experts of the tokens, except the last token, which is not computed yet."""
         end = len(request.token_ids) - 1
         start = end - len(update.token_ids)
         if start < request.num_prompt_tokens:

@@ -13,16 +13,16 @@ would wait forever. The following rules prevent this:
    a round, all ranks have entered the same collectives, and their next collective is the next gather. By induction, the
    sequences are always equal. Rows contain the number of the round, so that ranks in different rounds are detected at
    the first gather.
-3. Every replica sends its next round without waiting for another replica. It may send several before the result of the
-   first is known; ranks run them in order. Each replica ends its sleep by its own timer. A lost, late or repeated
-   message only changes the time of the next gather.
+3. Every replica sends its next round without waiting for another replica. A replica may send several rounds before the
+   result of the first is known; ranks run them in order. Each replica ends its sleep by its own timer. A lost, late or
+   repeated message only changes the time of the next gather.
 4. A round is always completed: the code does not return between the gather and the end of the step. A replica with an
    internal error sends another round to announce it, and all ranks stop in that round; no rank runs later rounds. A
    rank that fails inside a collective, or exits, cannot announce it; the supervisor of the processes then terminates
    the other ranks.
-5. A control is a command that all ranks run between the same two steps. A replica that has received one announces its
-   number, without a plan, and has no later round in flight. When all replicas announce the same number in one round,
-   all ranks run the control in it, exactly once. Rounds before that have the steps of replicas that do not announce it.
+5. A control is a command that all ranks run between the same two steps. A replica that has received a control announces
+   the control's number, without a plan, and has no later round in flight. When all replicas announce the same number in
+   one round, all ranks run the control in this round, exactly once. Until then, the other replicas run steps.
 
 With pipeline stages, the rules hold for the ranks of each stage. A replica sends the same row and plan to all of them,
 so all stages reach the same agreement. In a step, a rank receives from the previous stage, computes, and sends to the
@@ -89,7 +89,7 @@ class Agreement:
     has_requests: bool  # a replica has requests, even if none runs in this round; no replica may sleep
     is_decode_only: bool
     is_shutdown: bool  # all replicas requested a shutdown, so all stop now
-    failed_ranks: tuple[int, ...]  # replicas that announced a failure; if there are any, all stop now
+    failed_ranks: tuple[int, ...]  # replicas that announced a failure; if there are any, all replicas stop now
     prefill_budget: int | None  # maximum prompt tokens of each replica in a later round; None: no limit
     padded_tokens: int  # maximum number of tokens of any replica, which determines the size of padded steps
 
@@ -104,7 +104,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
 
     row: list[int]  # from `make_row`
     plan: StepPlan | None  # None: the replica has no tokens, but its ranks take part in the step
-    command: Command | None = None  # of the control that the row announces
+    command: Command | None = None  # command of the control that the row announces
 
 
 class RoundResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
@@ -112,16 +112,16 @@ class RoundResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
 
     agreement: Agreement
     result: StepResult | None = None  # None: there was no step
-    outcome: Outcome | None = None  # of a `WeightCommand` that the ranks have run
+    outcome: Outcome | None = None  # outcome of a `WeightCommand` that the ranks have run
     error: str = ""  # error of a step that failed on the only rank, which can continue; the result is then empty
     num_padding_tokens: int = 0  # padding rows that this rank computed in addition to its replica's tokens
-    agreement_seconds: float = 0.0  # time until the rows of all replicas had arrived
-    step_seconds: float = 0.0  # time of the step after that
-    reports: list[RankReport] = []  # reports of this rank, in `gathered` of all ranks of the replica; empty by default
+    agreement_seconds: float = 0.0  # seconds until the rows of all replicas had arrived
+    step_seconds: float = 0.0  # seconds of the step, after the agreement
+    reports: list[RankReport] = []  # reports of this rank, or of all ranks after `gathered`; empty by default
 
 
 def gathered(answers: Sequence[RoundResult]) -> RoundResult:
-    """Return the result of a round from the answers of several ranks, of which the first one samples."""
+    """Return the result of a round from the answers of several ranks. The first answer is from a rank that samples."""
     reports = [report for answer in answers for report in answer.reports]
     return msgspec.structs.replace(answers[0], reports=reports)
 

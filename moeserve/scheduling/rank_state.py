@@ -39,7 +39,7 @@ def check_reports(step: int, expected: Sequence[ExpectedState | None], reports: 
             failed.
 
     Raises:
-        RankStateError: a rank has another state.
+        RankStateError: a rank has another state than expected.
     """
     digests = [None if each is None else request_digest(each.token_ids, each.block_ids) for each in expected]
     for report in reports:

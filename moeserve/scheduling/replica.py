@@ -53,7 +53,7 @@ from moeserve.telemetry.step_totals import StepTotals
 
 @dataclass(frozen=True)
 class Events:
-    """Messages and results that have arrived since the last `Wait`. False if there are none."""
+    """Messages and results that have arrived since the last `Wait`. The object is false if there are none."""
 
     messages: list[ReplicaMessage]  # in order of arrival
     results: list[RoundResult]  # results of the oldest rounds in flight, in order
@@ -84,9 +84,9 @@ class Transfer:
     work: protocol.Transfer
 
 
-# The driver sends a `Delivery` to the client, and answers None. The loop yields one before each `Wait`, even if there
-# is nothing to deliver, and a last one at its end. Expert loads are the same on all replicas, so only the deliveries of
-# the first replica have them.
+# The driver sends a `Delivery` to the client, and answers None. The loop yields a `Delivery` before each `Wait`, even
+# if there is nothing to deliver, and a last `Delivery` at the end. Expert loads are the same on all replicas, so only
+# the deliveries of the first replica have them.
 Effect: TypeAlias = Wait | Submit | Transfer | Delivery
 
 
@@ -134,7 +134,7 @@ class Replica:
         self._controls: deque[Control] = deque()  # received, not run yet
         self._ended_controls: list[ControlResult] = []  # for the next `Delivery`
         self._is_paused = False
-        self._has_whole_weights = True  # of one version, so that steps may run
+        self._has_whole_weights = True  # all weights are of one version, so that steps may run
         self._weight_version = INITIAL_VERSION
         self._load_window = load_window if index == 0 else 0  # one replica decides, so that all collect once
         self._steps_since_load = 0
@@ -184,10 +184,11 @@ class Replica:
                 self._failure = error
 
     def _next_round(self) -> Round | None:
-        """Return the next round to send, or None if no round can be sent now or none is needed."""
+        """Return the next round to send; None if no round is needed now, or none can be sent."""
         if len(self._rounds) == self._max_rounds or self._is_failure_announced:
             return None
-        if self._rounds and self._rounds[-1].control is not None:  # the ranks may run it, and no older plan may follow
+        # the ranks may run this control, and no earlier plan may follow
+        if self._rounds and self._rounds[-1].control is not None:
             return None
         control = self._control_to_announce()
         plan = None
@@ -303,7 +304,7 @@ class Replica:
             self._scheduler.hold()
 
     def _end_control(self, control: Control, outcome: Outcome | None) -> None:
-        """Apply a control that the ranks have run. No plan is in flight, because those before it are committed."""
+        """Apply a control that the ranks have run. No plan is in flight, because all earlier plans are committed."""
         if outcome is not None:
             self._has_whole_weights = outcome.is_whole
         if self._controls:  # else they were cleared for the shutdown

@@ -28,7 +28,7 @@ class PrefixIndex:
         self._holders: dict[bytes, int] = {}  # set of replicas
 
     def known(self, digests: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return pairs of a number of a prompt's first blocks, and the set of replicas that have so many of them.
+        """Return pairs: a number of blocks, and the set of replicas that have this many of the prompt's first blocks.
 
         Numbers are in descending order. Replicas without any of the blocks are in no set.
         """
@@ -48,7 +48,7 @@ class PrefixIndex:
         return [*reversed(self._recent[replica])]
 
     def remember(self, replica: int, digests: Sequence[bytes]) -> None:
-        """Add a prompt. Its tail is evicted first, because it could not be found without the head."""
+        """Add a prompt. Its tail is evicted first, because the tail could not be found without the head."""
         recent, bit = self._recent[replica], 1 << replica
         for digest in reversed(digests):
             recent[digest] = None
@@ -64,8 +64,9 @@ class PrefixIndex:
 class DPRouter:
     """The choice of a replica for each request, from the state of all replicas.
 
-    Replicas with room for the prompt are preferred. Among them, the one with the least work is chosen: the number of
-    prompt blocks to compute, including this prompt's, plus one for each decoding request. Ties go to the lowest index.
+    Replicas with room for the prompt are preferred. Among them, the replica with the least work is chosen. Work is the
+    number of prompt blocks to compute, including this prompt's, plus one for each decoding request. Ties go to the
+    lowest index.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DPRouter:
         """Return a router without requests, for replicas that start again.
 
         Args:
-            kept: for each replica, the index so far of the one whose prefix cache it has; None: its cache is empty.
+            kept: for each replica, the old index of the replica whose prefix cache it has; None: its cache is empty.
         """
         router = DPRouter(
             len(kept),
@@ -188,5 +189,5 @@ class _ReplicaState:
 class _SentRequest:
     """A request that was sent to a replica and has not ended."""
 
-    index: int  # index of its replica
-    num_blocks_waiting: int  # blocks of its prompt; 0 after its first update
+    index: int  # index of the request's replica
+    num_blocks_waiting: int  # blocks of the prompt; 0 after the request's first update

@@ -13,7 +13,7 @@ NO_SLOT = -1  # slot of a request that is not running
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request that has not ended or is still in a plan in flight. Only the scheduler changes it."""
+    """A request that has not ended or is still in a plan in flight. Only the scheduler changes this object."""
 
     request: Request
     arrival: int  # number of requests that arrived before this one
@@ -24,13 +24,13 @@ class LiveRequest:
     num_unknown: int = 0  # output tokens that plans in flight sample
     num_plans: int = 0  # plans in flight that include the request
     slot: int = NO_SLOT  # index in the ranks' tables
-    is_registered: bool = False  # the ranks' tables hold its state
+    is_registered: bool = False  # the ranks' tables hold the request's state
     num_sent: int = 0  # known tokens when last planned; ranks have these unless they append their own samples
     draft_token_ids: list[int] = field(default_factory=list)  # drafts for the next plan
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache at the first admission
     num_passed: int = 0  # number of later requests that were admitted before this one
     may_load: bool = True  # may load blocks from a store behind the cache; once per admission
-    turn: int | None = None  # number of its last turn; None: it has had none (`turns.py`)
+    turn: int | None = None  # number of the last turn; None: the request has had no turn (`turns.py`)
     kv_source: PeerBlocks | None = field(init=False)  # blocks to receive before admission
     ended: bool = False
     _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
@@ -69,7 +69,7 @@ class LiveRequest:
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def num_left(self, max_model_len: int) -> int:
-        """Return the maximum number of tokens after the known tokens and those that plans in flight sample."""
+        """Return the maximum number of tokens after the known tokens and the tokens that plans in flight sample."""
         num_tokens, max_tokens = len(self.token_ids) + self.num_unknown, self.request.params.max_tokens
         num_left = max_model_len - num_tokens
         return num_left if max_tokens is None else min(num_left, self.num_prompt_tokens + max_tokens - num_tokens)
@@ -78,7 +78,7 @@ class LiveRequest:
         """Return the registration for the ranks. The request must not be in any plan in flight.
 
         Args:
-            cache: what the request holds of the caches.
+            cache: the blocks and the state of the request.
             prompt_slot: slot of a registered request with the same prompt, or None.
         """
         assert self.slot != NO_SLOT, self.request_id

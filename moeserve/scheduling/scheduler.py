@@ -46,7 +46,7 @@ class _Step:
     num_wanted: int = 0  # tokens of prompts that have no chunk in the step yet
     chunks: dict[LiveRequest, int] = field(default_factory=dict)  # number of tokens, without drafts
     drafts: dict[LiveRequest, list[int]] = field(default_factory=dict)
-    new_blocks: list[tuple[int, NewBlocks]] = field(default_factory=list)  # of registered requests, by slot
+    new_blocks: list[tuple[int, NewBlocks]] = field(default_factory=list)  # new blocks of registered requests, by slot
 
     @property
     def num_left_for_prompts(self) -> int:
@@ -55,7 +55,7 @@ class _Step:
     def most_for(self, request: LiveRequest) -> int:
         """Return the maximum number of tokens that the request may compute in this step.
 
-        A long prompt leaves up to half of the prefill tokens to the prompts behind it, so that short prompts need not
+        A long prompt leaves up to half of the prefill tokens to the prompts after it, so that short prompts need not
         wait until it ends. Other prompts run one after the other, so that on average they end sooner than if they
         shared the step.
         """
@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a request that is not held has not ended."""
+        """True if there is a request that has not ended and is not held."""
         return bool(self._running or self._queue)
 
     @property
@@ -226,7 +226,7 @@ class Scheduler:
             self._preempt(request)
 
     def use_new_weights(self, salt: bytes) -> None:
-        """Forget prefixes, and let later requests find none that running requests compute with old keys and values.
+        """Forget prefixes. Later requests also find no block of running requests, which depend on old keys and values.
 
         Args:
             salt: as for `forget_prefixes`.
@@ -248,7 +248,7 @@ class Scheduler:
     def schedule(self, prefill_budget: int | None = None) -> StepPlan | None:
         """Plan the next step and allocate the blocks it needs.
 
-        Return None if no request can run now, because there are none or all wait for results of plans in flight.
+        Return None if no request can run now, because there are no requests or all wait for results of plans in flight.
 
         Args:
             prefill_budget: maximum number of tokens in chunks of several tokens, at least one and at most
@@ -261,7 +261,7 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         has_room = self._continue_running(step)
         while (num_now := self.num_preemptions) > num_preemptions and not step.chunks:
-            has_room = self._continue_running(step)  # those whose turn it was were preempted
+            has_room = self._continue_running(step)  # the requests whose turn it was were preempted
             if self.num_preemptions == num_now:
                 break
         if has_room and self.num_preemptions == num_preemptions:
@@ -341,9 +341,10 @@ class Scheduler:
         return True
 
     def _in_turn(self) -> Collection[LiveRequest]:
-        """Return the running requests, oldest first, of which decoding ones may take turns.
+        """Return the running requests that may be planned, oldest first; all of them, unless decoding requests take
+        turns.
 
-        All decode while prompts run, which read most experts anyway.
+        All requests decode in steps with prompts, because prompts read most experts anyway.
         """
         if self._turns is None or self._plans.prefilling:
             return self._running.values()
@@ -375,7 +376,7 @@ class Scheduler:
     def _take_drafts(self, step: _Step) -> None:
         """Take the drafts of planned requests that fit into the remaining tokens and free blocks.
 
-        Requests also get the blocks behind the drafts in which ranks compute the next drafts, if enough are free.
+        Requests also get the blocks after the drafts in which ranks compute the next drafts, if enough are free.
         """
         num_ahead = self.config.num_lookahead_tokens
         for request, num_tokens in step.chunks.items():
@@ -398,9 +399,9 @@ class Scheduler:
                 step.drafts[request] = drafts
 
     def _allocate(self, request: LiveRequest, num_tokens: int, step: _Step) -> None:
-        """Allocate the blocks that a running request needs for its next tokens. Enough must be free."""
+        """Allocate the blocks that a running request needs for its next tokens. Enough blocks must be free."""
         added = self._caches.extend(request, num_tokens)
-        if added and request.is_registered:  # else its registration has all of them
+        if added and request.is_registered:  # else the request's registration has all blocks
             step.new_blocks.append((request.slot, added))
 
     def _share_of_plan(self, num_requests: int) -> int:

@@ -1,9 +1,9 @@
 """Turns of decoding requests, for models whose experts are partly on disk.
 
-Requests that decode together may need more experts than memory holds, and read them again in every step. One or a few
-at a time find most of theirs in memory. Which is faster depends on the model, the disk and the texts, so it is
-measured: every number of requests at once that is a power of two decodes for a round, and the fastest is kept. Now and
-then another one is tried again.
+Requests that decode together may need more experts than memory holds, and read them again in every step. A few requests
+at a time find most of their experts in memory. Which is faster depends on the model, the disk and the texts, so speeds
+are measured: each power of two is, for one round, the number of requests that decode at once, and the fastest number is
+kept. Now and then another number is tried again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from moeserve.scheduling.request import LiveRequest
 
-LEAST_STEPS, MOST_STEPS = 8, 64  # of a turn, whose first steps read the experts that the others did not need
+LEAST_STEPS, MOST_STEPS = 8, 64  # steps of a turn, of which the first read experts that other turns did not need
 ROUNDS_BETWEEN_TRIALS = 32
 
 
@@ -37,16 +37,16 @@ class Turns:
         self._speeds: dict[int, _Speed] = {}  # by number of requests at once
         self._size = 1  # number of requests at once
         self._turn = 0  # number of the present turn
-        self._first_turn = -1  # of the present round
-        self._steps_left = 0  # of the present turn
+        self._first_turn = -1  # first turn of the present round
+        self._steps_left = 0  # steps left in the present turn
         self._num_tokens, self._num_steps, self._seconds = 0, 0, 0.0  # decoded in the present round
-        self._num_rounds = 0  # in which a measured size was chosen
+        self._num_rounds = 0  # number of rounds in which a measured size was chosen
 
     def choose(self, decoding: Sequence[LiveRequest]) -> set[LiveRequest]:
         """Return the requests that decode in the next step.
 
         Args:
-            decoding: all requests that could, oldest first.
+            decoding: all decoding requests, oldest first.
         """
         for request in decoding:
             if request.turn is None:  # it has just got its first token
@@ -74,7 +74,7 @@ class Turns:
         self._steps_left = self._length_of_turn(len(decoding))
 
     def _end_round(self, num_requests: int) -> None:
-        """Note the speed of the round, and choose how many requests decode at once in the next."""
+        """Note the speed of the round, and choose how many requests decode at once in the next round."""
         if self._num_steps and self._seconds > 0:
             self._speeds[self._size] = _Speed(self._num_tokens / self._seconds, self._seconds / self._num_steps)
         self._num_tokens, self._num_steps, self._seconds = 0, 0, 0.0
@@ -83,7 +83,7 @@ class Turns:
 
     def _next_size(self, num_requests: int) -> int:
         all_at_once = 1 << max(num_requests - 1, 0).bit_length()
-        if all_at_once not in self._speeds:  # the first: it tells how long other turns take at most
+        if all_at_once not in self._speeds:  # the first size, whose time bounds that of other turns
             return all_at_once
         sizes = [1 << power for power in range(all_at_once.bit_length())]
         sizes = [size for size in sizes if self._wait(size, num_requests, LEAST_STEPS) <= self._longest_wait]
@@ -96,17 +96,17 @@ class Turns:
         return others[num_trials % len(others)] if others and num_since == 0 else fastest
 
     def _length_of_turn(self, num_requests: int) -> int:
-        """Return the number of steps of a turn: the most with which no request, not even a new one, waits too long."""
+        """Return the number of steps of a turn: the maximum with which no request, also a new one, waits too long."""
         if self._size not in self._speeds:
             return LEAST_STEPS
         wait = self._wait(self._size, max(num_requests, self._size + 1), 1)
         return int(min(max(self._longest_wait / wait, LEAST_STEPS), MOST_STEPS))
 
     def _wait(self, size: int, num_requests: int, num_steps: int) -> float:
-        """Return the seconds that a request waits for turns of `num_steps` steps of all others; 0 if unknown.
+        """Return the seconds that a request waits during turns of `num_steps` steps of all others; 0 if unknown.
 
-        If steps of this size have not been measured, they take their part of the time of a larger one, or up to twice
-        as long. That is corrected after one round.
+        If steps of this size have not been measured, their time is estimated as a proportional part of the time of a
+        larger size. It may be twice as long, which the measurement corrects after one round.
         """
         num_others = -(-num_requests // size) - 1
         larger = sorted(known for known in self._speeds if known >= size)

@@ -45,11 +45,12 @@ from moeserve.worker.protocol import RankStart
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_JOIN = 600.0  # until the first host accepts this one
+SECONDS_TO_JOIN = 600.0  # maximum time until the first host accepts this host
 SECONDS_BETWEEN_ATTEMPTS = 0.5
-# After this time without an answer of the first host, all ranks here are killed. The first host gives up sooner.
+# After this time without an answer of the first host, all ranks here are killed. The first host gives this host up
+# sooner.
 SECONDS_WITHOUT_FIRST_HOST = 60.0
-MAX_NEW_CONNECTIONS = 128  # whose first message has not arrived
+MAX_NEW_CONNECTIONS = 128  # maximum number of connections whose first message has not arrived
 
 
 @dataclass
@@ -66,13 +67,13 @@ class Agent:
     def __init__(self, options: HostOptions) -> None:
         """
         Raises:
-            SettingsError: no address of this host reaches the first one.
+            SettingsError: no address of this host reaches the first host.
         """
         self._options = options
         self._identity = secrets.token_hex(16)
         self._groups: dict[str, _WorkerGroup] = {}
-        self._channels: dict[str, socket.socket] = {}  # of ranks that are not started yet
-        self._changed = threading.Condition()  # guards both
+        self._channels: dict[str, socket.socket] = {}  # channels of ranks that are not started yet, by token
+        self._changed = threading.Condition()  # guards the groups and the channels
         self._new_connections = threading.BoundedSemaphore(MAX_NEW_CONNECTIONS)
         try:
             self._own_host = address_towards(options.host)
@@ -84,7 +85,7 @@ class Agent:
         """Serve until the engine has ended. Join again if the first host was lost.
 
         Raises:
-            SettingsError: the first host refuses this one.
+            SettingsError: the first host refuses this host.
             EngineError: the first host cannot be reached.
         """
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
@@ -103,7 +104,7 @@ class Agent:
             )
 
     def _connected(self) -> Channel[ToAgent]:
-        """Return a connection to the first host, over which this one asks to join."""
+        """Connect to the first host, send it the request to join, and return the connection."""
         options, deadline = self._options, time.monotonic() + SECONDS_TO_JOIN
         message = Join(
             number=options.number,
@@ -137,7 +138,7 @@ class Agent:
         """Send progress until the first host ends the engine, or is lost. Return True if it has ended the engine.
 
         Raises:
-            SettingsError: the first host refuses this one.
+            SettingsError: the first host refuses this host.
         """
         has_joined, answered_s = False, time.monotonic()
         while True:
@@ -167,7 +168,7 @@ class Agent:
             }
 
     def _kill_all(self) -> None:
-        """Kill all ranks here. The threads that watch them see their end."""
+        """Kill all ranks here. The threads that watch the ranks report how they ended."""
         with self._changed:
             for group in self._groups.values():
                 for process in group.ranks.values():
@@ -187,7 +188,7 @@ class Agent:
                 connection.close()
 
     def _handle(self, connection: socket.socket) -> None:
-        """Read the first message of a connection, and do what it orders."""
+        """Read the first message of a connection, and carry it out."""
         try:
             try:
                 prove(connection, self._options.key, connects=False)
@@ -207,7 +208,7 @@ class Agent:
                 connection.sendall(frame(Ended(self._run_rank(message, connection))))
 
     def _run_rank(self, message: StartRank, control: socket.socket) -> str:
-        """Run the process of a rank until it ends or the connection does. Return how it ended."""
+        """Run the process of a rank until the process or the connection ends. Return how the process ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: message.token in self._channels, SECONDS_TO_ANSWER):
                 return "could not be started: its channel was not opened"

@@ -15,7 +15,7 @@ import msgspec
 from moeserve.errors import SettingsError
 from moeserve.processes.peer_connection import Connection, PeerError
 
-SECONDS_TO_ANSWER = 10.0  # of the other side of a new connection
+SECONDS_TO_ANSWER = 10.0  # maximum time until the other side of a new connection answers
 SECONDS_BETWEEN_RECORDS = 0.25
 
 
@@ -25,7 +25,7 @@ class WrongKeyError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """The hosts of an engine, and the number of this one."""
+    """The hosts of an engine, and the number of this host."""
 
     num_hosts: int
     number: int  # 0: the first host
@@ -35,11 +35,11 @@ class HostOptions:
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties that a host must share with the first one, and its number of cores."""
+    """Properties that a host must share with the first host, and its number of cores."""
 
     hostname: str
     cores: int
-    versions: dict[str, str]  # by package, and of Python
+    versions: dict[str, str]  # versions of packages and of Python, by name
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -74,15 +74,15 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class OpenChannel(msgspec.Struct, frozen=True, tag="channel"):
-    """First message of a connection to an agent that becomes the channel of a rank."""
+    """First message of a connection to an agent. The connection becomes the channel of a rank."""
 
     token: str  # random
 
 
 class StartRank(msgspec.Struct, frozen=True, tag="start"):
-    """First message of a connection to an agent that controls a rank. The rank is killed when the connection ends."""
+    """First message of a connection to an agent, which starts a rank. The rank is killed when the connection ends."""
 
-    token: str  # of its channel
+    token: str  # token of the rank's channel
     name: str
     worker_group: str
     num_records: int  # progress records of the worker group
@@ -102,11 +102,11 @@ ToStart: TypeAlias = OpenChannel | StartRank
 
 
 def connected(host: str, port: int, key: bytes, *, own_host: str | None = None) -> socket.socket:
-    """Return a connection to another host whose key is the same. It has a timeout of `SECONDS_TO_ANSWER`.
+    """Return a connection to another host that has the same key. Its timeout is `SECONDS_TO_ANSWER`.
 
     Raises:
         WrongKeyError: the other side has another key.
-        OSError: it cannot be reached, or does not answer.
+        OSError: the other host cannot be reached, or does not answer.
     """
     source = None if own_host is None else (own_host, 0)
     connection = socket.create_connection((host, port), timeout=SECONDS_TO_ANSWER, source_address=source)
@@ -124,7 +124,7 @@ def prove(connection: socket.socket, key: bytes, *, connects: bool) -> None:
     The connecting side sends its proof first, so that it gets no proof without knowing the key.
 
     Raises:
-        WrongKeyError: the other side has another key, or has closed the connection, which a side does for that reason.
+        WrongKeyError: the other side has another key, or has closed the connection, as a side with another key does.
         OSError: the other side does not answer within `SECONDS_TO_ANSWER`.
     """
     try:

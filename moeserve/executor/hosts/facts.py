@@ -1,4 +1,4 @@
-"""Facts about a host, and the check that it can serve with the first one."""
+"""Facts about a host, and the check that it can serve together with the first host."""
 
 from __future__ import annotations
 

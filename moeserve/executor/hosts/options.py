@@ -9,7 +9,7 @@ from moeserve.processes.proof import key_in_file
 
 
 def host_options(parallel: ParallelSettings) -> HostOptions | None:
-    """Return the hosts of an engine; None if this is the only one, or Ray has the others.
+    """Return the hosts of an engine; None if this is the only host, or Ray has the other hosts.
 
     Raises:
         SettingsError: a setting is missing, or contradicts another one.

@@ -1,4 +1,4 @@
-"""`HostPool`: the hosts that have joined the engine of this one, which is the first."""
+"""`HostPool`: the other hosts, which have joined the engine of this host, the first one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from moeserve.processes.progress_records import ProgressRecord
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_JOIN = 600.0  # until all hosts have joined
+SECONDS_TO_JOIN = 600.0  # maximum time until all hosts have joined
 # A host whose last message is older than this is not used for new ranks, and its records are unknown.
 SECONDS_WITHOUT_RECORD = 1.0
-SECONDS_TO_END = 2.0  # of the agents
-SECONDS_UNTIL_REPLACED = 5.0  # a silent host's number may be taken by another one
+SECONDS_TO_END = 2.0  # maximum time until the agents have ended
+SECONDS_UNTIL_REPLACED = 5.0  # a silent host's number may then be taken by another host
 
 
 @dataclass(eq=False)
@@ -47,11 +47,12 @@ class _Member:
     connection: socket.socket
     channel: Channel[FromAgent]
     received_s: float = field(default_factory=time.monotonic)  # time of the last message
-    records: dict[str, dict[int, bytes]] = field(default_factory=dict)  # as last sent
+    # progress records as last received, by worker group and index
+    records: dict[str, dict[int, bytes]] = field(default_factory=dict)
 
 
 class HostPool:
-    """The hosts that have joined this one. Others may join at any time, and those that were lost may join again."""
+    """The hosts that have joined this host. Other hosts may join at any time, and lost hosts may join again."""
 
     def __init__(self, options: HostOptions) -> None:
         """Listen for other hosts.
@@ -79,7 +80,7 @@ class HostPool:
         """Wait until all hosts have joined.
 
         Raises:
-            EngineError: some have not joined in time.
+            EngineError: a host has not joined in time.
         """
         numbers = range(1, self._options.num_hosts)
         logger.info("waiting at %s:%d for %d other host(s)", self.host, self._options.port, len(numbers))
@@ -92,7 +93,7 @@ class HostPool:
                 )
 
     def cores_of_nodes(self) -> list[int]:
-        """Return as many cores of each host as the smallest one has, because all have as many ranks."""
+        """Return, for each host, the number of cores of the smallest host: all hosts have equally many ranks."""
         with self._changed:
             cores = [self._facts.cores, *(member.message.facts.cores for member in self._members.values())]
         return [min(cores)] * self._options.num_hosts
@@ -108,7 +109,7 @@ class HostPool:
             }
 
     def record(self, agent: AgentAddress, worker_group: str, index: int) -> ProgressRecord | None:
-        """Return the progress record of a rank; None if its host has sent none for a while."""
+        """Return the progress record of a rank; None if the rank's host has sent no record for a while."""
         with self._changed:
             member = self._members.get(agent.number)
             is_known = member is not None and time.monotonic() - member.received_s <= SECONDS_WITHOUT_RECORD
@@ -118,7 +119,7 @@ class HostPool:
         return ProgressRecord() if data is None else ProgressRecord.decoded(data)
 
     def drop_silent(self) -> None:
-        """Disconnect hosts that do not answer. They kill their ranks when they see that, and join again."""
+        """Disconnect hosts that do not answer. When these hosts notice this, they kill their ranks and join again."""
         with self._changed:
             for number in self._members.keys() - self.agents().keys():
                 _disconnect(self._members.pop(number).connection)
@@ -146,7 +147,7 @@ class HostPool:
                 threading.Thread(target=self._admit, args=(connection, host), name="host", daemon=True).start()
 
     def _admit(self, connection: socket.socket, host: str) -> None:
-        """Let a host join, and receive what it sends until it is lost."""
+        """Let a host join, and receive its messages until the host is lost."""
         try:
             prove(connection, self._options.key, connects=False)
         except OSError as error:
@@ -186,7 +187,7 @@ class HostPool:
                 self._changed.notify_all()
 
     def _added(self, member: _Member) -> str:
-        """Add a host to the members. Return the reason if it cannot be one of them."""
+        """Add a host to the members. Return the reason if the host cannot be a member, otherwise ""."""
         message, num_hosts = member.message, self._options.num_hosts
         if message.num_hosts != num_hosts:
             return f"this host has nnodes={message.num_hosts}, and the first one {num_hosts}; give all hosts the same"

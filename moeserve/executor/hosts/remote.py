@@ -65,7 +65,7 @@ def start_remote_rank(
     """Start the process of a rank on the host of an agent.
 
     Args:
-        worker_group: name of the worker group, which has progress records of its own there.
+        worker_group: name of the worker group, for which the agent has its own progress records.
 
     Raises:
         EngineError: the agent cannot be reached.

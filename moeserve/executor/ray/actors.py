@@ -52,9 +52,12 @@ TRANSFERS_AT_ONCE = 128  # per rank; further transfers wait
 
 
 class ActorProcess:
-    """The process of an actor, with a channel to the process that created it. It exits if it is no longer called."""
+    """The process of an actor, with a channel to the process that created it.
 
-    OUTGOING: ClassVar[Any] = None  # type of the messages that it sends, besides failure reports
+    An actor that is no longer called exits.
+    """
+
+    OUTGOING: ClassVar[Any] = None  # type of the messages that the process sends, besides failure reports
 
     def __init__(self, name: str, log_level: int, log_format: logs.LogFormat) -> None:
         self.name = name
@@ -90,7 +93,7 @@ class ActorProcess:
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
-        """Report an error over the channel, and raise one without its details to Ray."""
+        """Report an error over the channel, and raise an error without its details to Ray."""
         try:
             yield
         except BaseException as error:
@@ -113,7 +116,7 @@ class ActorProcess:
 
 
 class RankActor(ActorProcess):
-    """One rank. It does nothing until it is started."""
+    """One rank. It does nothing until `start` is called."""
 
     def __init__(self, name: str, log_level: int, log_format: logs.LogFormat) -> None:
         # Importing torch can block this process for longer than SECONDS_OF_SILENCE, and on busy cores for longer than
@@ -129,7 +132,7 @@ class RankActor(ActorProcess):
         self._ends: dict[int, Future[TransferResult]] = {}  # of transfers in progress, by number
 
     def facts(self, data: bytes) -> bytes:
-        """Return the `NodeFacts` of the actor's node, which has the model's files then."""
+        """Return the `NodeFacts` of the actor's node, after fetching the model's files if the model is in a hub."""
         with self._reporting_failures():
             return msgspec.msgpack.encode(facts_of_rank(msgspec.msgpack.decode(data, type=EngineConfig)))
 
@@ -141,7 +144,7 @@ class RankActor(ActorProcess):
             return msgspec.msgpack.encode(self._store.address)
 
     def start(self, data: bytes, *, show_progress: bool) -> bytes:
-        """Connect to the other ranks and load the model. Return `Loaded`."""
+        """Connect to the other ranks and load the model. Return the rank's `Loaded`."""
         with self._reporting_failures():
             from moeserve.config.allocation import refusing_what_cannot_be_allocated
             from moeserve.models.checkpoint.model_files import on_this_host

@@ -101,7 +101,7 @@ class Cluster:
         """Wait until the cluster has `count` living nodes.
 
         Raises:
-            EngineError: too few nodes have joined in time. The message names those that have.
+            EngineError: too few nodes have joined in time. The message names the nodes that have joined.
         """
         deadline = time.monotonic() + timeout_s
         while len(nodes := self.nodes()) < count:
@@ -155,7 +155,7 @@ def _require_version() -> None:
 
 
 def _running_cluster() -> str:
-    """Return the address of the cluster in RAY_ADDRESS, or of the one started on this host; "" if none is running.
+    """Return the address of the cluster in RAY_ADDRESS, or of a cluster started on this host; "" if none is running.
 
     As in Ray, RAY_ADDRESS=local requests a cluster of this process alone. The cluster is probed here, because Ray
     itself would wait a minute for a cluster that has ended, and then end this process.

@@ -52,7 +52,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of_rank(config: EngineConfig) -> NodeFacts:
-    """Return the facts of this node, after fetching the model from its hub if it is from one."""
+    """Return the facts of this node, after fetching the model if it is in a hub."""
     from moeserve.models.checkpoint.model_files import on_this_host  # imports torch, which a rank has loaded
 
     try:
@@ -66,7 +66,7 @@ def own_facts(model: str | None) -> NodeFacts:
     """Return the facts of this node.
 
     Args:
-        model: folder of the checkpoint that its ranks will read, or its name in a hub.
+        model: folder of the checkpoint that ranks on this node will read, or the model's name in a hub.
     """
     return NodeFacts(
         node_id=ray.get_runtime_context().get_node_id(),

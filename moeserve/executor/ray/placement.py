@@ -44,7 +44,7 @@ def reserve(
     adopted: PlacementGroup | None,
     reserved: list[PlacementGroup],
 ) -> list[Place]:
-    """Return the place of each rank, by rank: those on this node first, the others by address and bundle.
+    """Return the place of each rank, by rank: places on this node first, the others by address and bundle.
 
     Args:
         list_nodes: returns the living nodes, this node first.

@@ -24,8 +24,8 @@ class RankMemory:
     """Memory of a rank in bytes, measured with the largest step that the scheduler may plan."""
 
     step: int  # peak of the step, in addition to the memory in use before it
-    free: int  # that this rank may allocate
-    own_gpu: int = 0  # that this rank may take of its GPU, besides those of existing tensors
+    free: int  # bytes that this rank may allocate
+    own_gpu: int = 0  # bytes that this rank may take of its GPU, besides those of existing tensors; 0 on a CPU
 
     @classmethod
     def measured(cls, config: EngineConfig, run_largest_step: Callable[[], object]) -> RankMemory:
@@ -69,7 +69,7 @@ def count_blocks(
             num_bytes = max(num_bytes, min(bytes_of(cache.num_cache_blocks), free))
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(memory.step), shown_bytes(num_bytes))
     num_usable = blocks_per_request * schedule.max_num_seqs
-    num_blocks = bisect.bisect_right(range(1, num_usable + 1), num_bytes, key=bytes_of)  # the most that fit
+    num_blocks = bisect.bisect_right(range(1, num_usable + 1), num_bytes, key=bytes_of)  # the maximum that fits
 
     blocks_needed = min(2, blocks_per_request) if schedule.max_model_len_may_shrink else blocks_per_request
     if num_blocks < blocks_needed:

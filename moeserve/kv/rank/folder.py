@@ -5,7 +5,7 @@ item is one safetensors file, named by its digest and its kind. Files are rename
 checksum, so a killed engine leaves no damaged item. Items that cannot be read are deleted, and computed again.
 
 No engine waits for another. Before an engine deletes old items, it reserves the bytes that it is about to write, with
-an empty file whose name states their number. Of several engines that do so at once, the last one sees the reservations
+an empty file whose name states their number. If several engines do so at once, the last engine sees the reservations
 of all others, so the folder never grows beyond its limit. Reservations and partial files are locked while their engine
 runs.
 """
@@ -42,7 +42,7 @@ PARTIAL = ".partial"
 RESERVED = ".reserved"
 RESERVATION = re.compile(r"[0-9a-f]+\.(?P<num_bytes>\d+)" + re.escape(RESERVED))
 CHECKSUM = "checksum"  # name of the tensor beside an item's parts, which are numbered
-HEADER_BYTES = 256  # at most, of the header of a file for each tensor, and for all else
+HEADER_BYTES = 256  # maximum bytes of a file's header for each tensor, and for all else
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -77,7 +77,7 @@ class FolderStore:
             for _ in self._load_all(transfer) if transfer.is_load else self._save_all(transfer):
                 num_copied += 1
         except FileNotFoundError:
-            pass  # another engine has deleted an item, or someone the folder
+            pass  # another engine has deleted an item, or a user has deleted the folder
         except (OSError, SettingsError) as error:
             if time.monotonic() >= self._next_warning_s:
                 self._next_warning_s = time.monotonic() + SECONDS_BETWEEN_WARNINGS
@@ -121,7 +121,8 @@ class FolderStore:
     def _load_all(self, transfer: StoreTransfer) -> Iterator[None]:
         """Load items, and yield after each.
 
-        An item that cannot be read is deleted with those after it: all of them are computed now, and then saved again.
+        An item that cannot be read is deleted, and so are the items after it: all are computed now, and then saved
+        again.
         """
         items = list(self._paths(transfer))
         for number, (place, path) in enumerate(items):
@@ -160,7 +161,7 @@ class FolderStore:
                 os.unlink(file.name)
 
     def _delete_oldest(self, num_bytes: int = 0) -> None:
-        """Delete the oldest items until all of them and all reservations are within the limit.
+        """Delete the oldest items until the other items and all reservations are within the limit.
 
         Args:
             num_bytes: delete at least this many bytes of items.

@@ -21,7 +21,7 @@ from moeserve.protocol import CachePlace
 class CachedTensor:
     """A tensor with one part of all items of a kind: `tensor[i]` is the part of item i."""
 
-    block: int | None  # index of its network among the blocks of this rank; None: it has the routes of tokens
+    block: int | None  # index of the tensor's network on this rank; None: the tensor has the routes of tokens
     kind: CacheKind
     tensor: Tensor
     division: CacheDivision
@@ -58,7 +58,7 @@ class CachedItems:
         self._stream = torch.cuda.Stream() if any(each.tensor.is_cuda for each in self.tensors) else None
 
     def of(self, kind: CacheKind) -> list[Tensor]:
-        """Return the tensors of a kind."""
+        """Return the tensors with items of a kind."""
         return [each.tensor for each in self.tensors if each.kind == kind]
 
     def bytes_of(self, kind: CacheKind) -> int:
@@ -86,7 +86,7 @@ class CachedItems:
 
 
 def indices_by_kind(places: Sequence[CachePlace]) -> dict[CacheKind, list[int]]:
-    """Return the indices in the sequence of the places of each kind."""
+    """Return, for each kind, the indices in `places` of the places of this kind."""
     numbers: dict[CacheKind, list[int]] = {}
     for number, place in enumerate(places):
         numbers.setdefault(place.kind, []).append(number)

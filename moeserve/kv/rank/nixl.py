@@ -122,7 +122,7 @@ def place_of(tensor: Tensor, axis: int) -> TensorPlace:
 
 
 def ranges(place: TensorPlace, indices: Sequence[int], first: int, length: int) -> np.ndarray:
-    """Return the start address and the number of bytes of each memory range of some items.
+    """Return the start address and the number of bytes of each memory range of some items, [ranges, 2] uint64.
 
     Args:
         indices: indices of the items.

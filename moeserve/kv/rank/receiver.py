@@ -40,7 +40,7 @@ class _Part:
 
     piece: Piece
     tensor: int  # index in this rank's `CacheShare.tensors`
-    first: int  # along the axis of its division
+    first: int  # first index along the axis by which the tensor is divided
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class _Missing:
     """A range of a tensor that has not been read yet. A tensor that is not divided has one range of length 0."""
 
     tensor: int  # index in this rank's `CacheShare.tensors`
-    first: int  # along the axis of its division on this rank
-    first_of_whole: int  # the same index within the whole tensor of all ranks
+    first: int  # first index along the axis by which the tensor is divided on this rank
+    first_of_whole: int  # the same index, counted along the whole tensor of all ranks
     length: int
 
 

@@ -24,7 +24,7 @@ NUM_RECEIVING_THREADS = 8
 
 
 class Transfers:
-    """Background threads that run transfers, and send their results in the order in which they end."""
+    """Background threads that run transfers. Results are sent in the order in which the transfers end."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Transfers:
         Args:
             store: the store behind the KV cache. Its transfers run one after the other.
             sender, receiver: for items sent to and received from other engines.
-            routes: the rows of routes that are copied with blocks; its memory is one of the tensors of the items.
+            routes: experts of cached tokens, which are copied with blocks; its memory is one of the items' tensors.
             send: called with the result of each transfer, in any thread.
         """
         self._sender, self._receiver, self._routes, self._send = sender, receiver, routes, send

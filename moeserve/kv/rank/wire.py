@@ -59,7 +59,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
 
     facts: dict[str, str]  # facts that the contents of items depend on; they must be equal on both sides
     tensors: list[TensorShare]
-    has_nixl: bool = False  # its memory can be read by NIXL
+    has_nixl: bool = False  # the rank's memory can be read by NIXL
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Request to send items piece by piece: for each piece, this part of all items of its tensor's kind.
+    """Request to send items piece by piece. The sender sends a piece of all items of the kind that its tensor has.
 
     Without pieces, the receiver reads the items by NIXL, and then sends `HasRead`.
     """
