@@ -444,7 +444,7 @@ class LLM(Rollouts):
         write_placements(Path(path), [Placement(slots, window.num_experts) for slots in window.logical_of_slot])
 
     def scale(self, data_parallel_size: int) -> None:
-        """Change the number of replicas. Return after the change. Requests continue, also in other threads.
+        """Change the number of replicas, and return once it has changed. Requests continue, also in other threads.
 
         On CPUs, new replicas load the model while the old ones serve, so there must be memory for both. On GPUs the old
         replicas are stopped first, and requests wait until the new ones have loaded. A Ctrl-C ends the call but not the
