@@ -1,6 +1,6 @@
 """The transport over gloo, torch's library for CPU tensors within and between hosts.
 
-gloo carries float16, bfloat16, float32, float64, integers and bool. Its errors are RuntimeErrors that name no ranks.
+gloo carries float16, bfloat16, float32, float64, integers and bool. gloo's errors are RuntimeErrors without ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GlooTransport(Transport):
         self._measures_waits = measures_waits
         self._num_ranks = connection.process_group.size()
         self._rank = connection.process_group.rank()
-        self._seconds_waited: list[float] = []  # by index of the operation within its step
+        self._seconds_waited: list[float] = []  # entry i: sum over all steps of a step's operation i
         self._num_begun = 0  # number of operations begun in this step
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:

@@ -1,7 +1,7 @@
 """The exchange of open files between the ranks of one host, and a vote among ranks on whether an attempt succeeded.
 
-Ranks connect over sockets of this host (`processes/local_sockets.py`). Their addresses are random and published only in
-the store; a process that connects must run as the same user and send a secret from the store. The result does not
+Ranks connect over sockets of this host (`processes/local_sockets.py`), whose addresses are random and published only in
+the store. A process that connects must run as the same user and send a secret from the store. The result does not
 depend on host names, containers or process ids: either all files reach all ranks, or all ranks agree that some did not.
 The sockets stay open: a closed socket shows that the rank at the other end has died or left.
 """
@@ -107,7 +107,7 @@ class _Handshake:
     num_ranks: int
     timeout_s: float
     connections: PeerConnections = field(init=False)
-    secrets: list[bytes] = field(default_factory=list)  # by receiving rank
+    secrets: list[bytes] = field(default_factory=list)  # the secret of each receiving rank
     listener: socket.socket | None = None
     unidentified: dict[int, socket.socket] = field(default_factory=dict)  # accepted connections by file descriptor
 

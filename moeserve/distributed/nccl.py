@@ -1,6 +1,6 @@
 """The transport over NCCL, torch's library for GPU tensors.
 
-NCCL carries float16, bfloat16, float32, float64, 8-bit floats, int8, uint8, int32, int64 and bool. Its errors are
+NCCL carries float16, bfloat16, float32, float64, 8-bit floats, int8, uint8, int32, int64 and bool. NCCL's errors are
 RuntimeErrors. A failure on the device is detected by torch's watchdog thread after the call has returned. Any torch
 process group with the methods used here works: the tests pass a gloo process group.
 """

@@ -1,4 +1,4 @@
-"""The server of the key-value store where ranks meet. It answers only peers that know the secret of the launch.
+"""The server of the key-value store where ranks meet, which answers only peers that know the secret of the launch.
 
 The secret reaches the ranks over inherited sockets or through Ray. A peer that connects receives a random challenge,
 and is disconnected unless it answers with the HMAC of the challenge; the server proves in the same way that it knows

@@ -1,10 +1,10 @@
 """All-reduce of small tensors on the GPUs of one host in one kernel: each GPU reads and adds the others' memory.
 
 A decode step reduces a few rows in every layer, and most of that time is latency: NCCL passes data from rank to rank or
-through a tree, whereas here each GPU reads every other GPU once. This needs memory that all GPUs map, which torch calls
-symmetric (torch.distributed._symmetric_memory, not public yet). All ranks therefore test whether symmetric memory works
-and adds correctly, and agree to use NCCL if it does not. Symmetric memory does not work with Ray, where each rank sees
-its own GPU as number 0: torch refuses ranks whose GPUs have the same number.
+through a tree, whereas here each GPU reads every other GPU once. The kernel needs memory that all GPUs map, which torch
+calls symmetric (torch.distributed._symmetric_memory, not public yet). All ranks therefore test whether symmetric memory
+works and adds correctly, and agree to use NCCL if it does not. Symmetric memory does not work with Ray, where each rank
+sees its own GPU as number 0: torch refuses ranks whose GPUs have the same number.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Transport(Protocol):
     def seconds_waited(self) -> list[float]:
         """Return the seconds spent waiting for other ranks: entry i is the sum over all steps of a step's operation i.
 
-        The list has the same length on all ranks. It is empty if this transport does not measure waits.
+        The list has the same length on all ranks, and is empty if this transport does not measure waits.
         """
         return []
 
@@ -89,7 +89,7 @@ def reduce_scatter_by_all_to_all(
 ) -> Tensor:
     """Return this rank's rows of the sum over ranks, [sizes[rank_in_group], ...].
 
-    Each rank sends its terms of these rows here, and `sum_in_tree` adds them.
+    All ranks send their terms of these rows to this rank, where `sum_in_tree` adds them.
     """
     num_own = sizes[rank_in_group]
     parts, wait = transport.begin_all_to_all(x, sizes, [num_own] * len(sizes))

@@ -60,7 +60,7 @@ def num_expert_chunks(width: int) -> int:
 
 
 def share_experts(width: int, num_slices: int, context: BuildContext) -> InputShare:
-    """Return this rank's share of the width of each expert: the whole width, or one slice out of one for each tp rank.
+    """Return this rank's share of the width of each expert: one of `num_slices` slices, or with 1 the whole width.
 
     Whole experts add their inputs in the same chunks as sliced experts. Experts in MXFP4 are never sliced, so they have
     no chunks.

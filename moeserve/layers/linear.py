@@ -39,7 +39,7 @@ class Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight [O, I]. Available until it is packed."""
+        """The weight [O, I]. Not available after packing."""
         return self.weights.open.weight_eOI[0]
 
     @property
@@ -69,7 +69,7 @@ class Linear(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Several projections, each with its own input. Their outputs lie side by side in one tensor."""
+    """Several projections, each with its own input, whose outputs lie side by side in one tensor."""
 
     def __init__(self, num_inputs: int, sizes: Sequence[int], context: BuildContext) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class OutputHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """This rank's rows [v, D] of the weight. Available until it is packed."""
+        """This rank's rows [v, D] of the weight. Not available after packing."""
         return self.weights.open.weight_eOI[0]
 
     @property

@@ -13,7 +13,7 @@ from moeserve.layers.weights import AnyWeights
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's rows of a part, ordered by head. `share` is their range among the rows of all ranks."""
+    """This rank's rows of a part, ordered by head. `share` is the range of these rows among the rows of all ranks."""
 
     memory: Tensor
     owner: AnyWeights | None

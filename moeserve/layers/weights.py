@@ -228,7 +228,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
 
     @property
     def memory_of_each(self) -> list[Tensor]:
-        """All tensors of the weights, each as [e, bytes] uint8. Products use what is written to these tensors."""
+        """All tensors of the weights, each as [e, bytes] uint8. Writing to these tensors changes the products."""
         held = self.panels if self.memory is None else self.memory.data
         assert held is not None
         tensors = [held, *(other.data for other in (self.scales, self.bias) if other is not None)]

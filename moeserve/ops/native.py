@@ -59,7 +59,7 @@ def set_num_threads(num_threads: int) -> None:
 
 @contextlib.contextmanager
 def measure_memory_only() -> Iterator[None]:
-    """Make this thread's products and attention return zeros at once: they take most of a large step's time."""
+    """Let products and attention of this thread, which take most of a large step's time, return zeros at once."""
     _thread.is_measured = True
     try:
         yield

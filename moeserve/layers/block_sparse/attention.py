@@ -34,12 +34,12 @@ MIN_DENSE_ROWS = 64  # chunks with this many rows or more, and few blocks, are f
 class BlockSparseSpec(NetworkSpec):
     """The shape of block-sparse attention. Query head i reads the blocks that index head i // (N / n) chooses."""
 
-    attention: AttentionSpec  # with norms of each head, and without gates
+    attention: AttentionSpec  # has norms of each head, and no gates
     num_index_heads: int  # divides the number of key-value heads, or is a multiple of it
     index_size: int  # size of the indexer's queries and keys; the same values are rotated as in attention
     block_size: int  # positions in a block
     top_k: int  # number of blocks that a token attends to
-    num_local: int  # number of last blocks, up to its own, that a token always attends to; at most top_k
+    num_local: int  # number of blocks, up to the token's own, that a token always attends to; at most top_k
 
     @property
     def rotaries(self) -> tuple[RotarySpec | TemperatureSpec, ...]:

@@ -222,7 +222,7 @@ class CompressedSparseAttention(OverTP):
 
     @property
     def cache_items(self) -> tuple[CacheItems, ...]:
-        """The cache items of tokens, and of entries and tails. Every tp rank holds all of them."""
+        """The cache items of tokens, and of entries and tails. Every tp rank holds all items."""
         rules = self.config.cache_rules(self.context.block_size)
         one = self._empty_cache(Places((CacheGroup(KeepAll(), 1),)), torch.device("meta"))
         return tuple(

@@ -47,7 +47,7 @@ class AttentionSpec(NetworkSpec):
     value_factor: float = 1.0  # multiplies values (MiMo-V2)
     values_are_keys: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
     normalizes_values: bool = False  # an RMSNorm without weights normalises the values of each head
-    normalizes_outputs: bool = False  # the same for outputs, before gates multiply them (Muse Spark)
+    normalizes_outputs: bool = False  # an RMSNorm without weights normalises each head's outputs (Muse Spark)
     # Maximum number of positions that a token attends to, its own included. If negative, positions are divided into
     # chunks of -window, and a token attends only to positions in its own chunk (Llama 4).
     window: int | None = None
@@ -69,7 +69,7 @@ class AttentionSpec(NetworkSpec):
     gate_name: str | None = None
     relative: RelativeSpec | None = None  # scores by distance, which are added to attention scores (Inkling)
     taps: TapsSpec | None = None  # convolution of keys and values; None: there is none
-    # Queries, after a learned scale, and keys have at most this length (Inkling 2).
+    # Maximum Euclidean length of keys, and of queries after a learned scale (Inkling 2). None: no limit.
     length_limit: float | None = None
     has_token_sinks: bool = False  # as `has_sinks`, with scores that each token computes
     has_own_inputs: bool = False  # queries, keys and values read rows of their own: a tuple of three

@@ -1,4 +1,4 @@
-"""Scores of attention by the distance of positions, which each token computes for itself (Inkling)."""
+"""Attention scores by the distance of positions. Each token has its own score for each distance (Inkling)."""
 
 from __future__ import annotations
 

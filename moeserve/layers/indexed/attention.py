@@ -42,7 +42,7 @@ MIN_DENSE_ROWS = 64  # chunks with this many rows or more, and few positions, ar
 class IndexedAttentionSpec(NetworkSpec):
     """The shape of one layer."""
 
-    attention: AttentionSpec  # with gated outputs
+    attention: AttentionSpec  # has gated outputs
     num_index_heads: int
     index_size: int  # size of the indexer's queries and keys; the same values are rotated as in attention
     window: int  # number of positions of a window (m)

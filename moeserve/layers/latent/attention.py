@@ -4,14 +4,14 @@ The cache holds one latent vector and one rotated key per token, shared by all h
 linear maps of the latent vector, which can be used in two ways:
 
 - *absorbed*: the map of the keys is applied to the query instead, and the map of the values to the result. All heads
-  then attend to the latent vectors. Cheap for few rows, because nothing is computed per position of the context.
+  then attend to the latent vectors. This is cheap for few rows: no keys or values are computed for the context.
 - *expanded*: keys and values of all heads are computed for the whole context, and attended to as usual. Each row costs
   less, so that many rows outweigh the cost of the expansion.
 
 The two ways differ in the last bits, so a token's result may depend on the size of its chunk. With a backend that
 absorbs chunks of any size (`takes_all_rows`), the result does not depend on the size.
 
-With an indexer (DeepSeek-V3.2), a token attends to a selection of positions only. Such rows are always absorbed.
+With an indexer (DeepSeek-V3.2), a token attends to a selection of positions only, always in the absorbed way.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class LatentAttention(OverTP):
         shapes: list[tuple[int, ...]] = [(num_blocks, block_size, config.cached_size)]
         if config.indexer is not None:
             shapes += config.indexer.cached_shapes(num_blocks, block_size)
-        dtypes = dtype, dtype, torch.float32  # of latents, keys and tails
+        dtypes = dtype, dtype, torch.float32  # dtypes of latents, keys and tails
         return LatentCache(
             *(torch.empty(shape, dtype=kind, device=device) for shape, kind in zip(shapes, dtypes, strict=False)),
             group=group,
@@ -319,7 +319,7 @@ class LatentAttention(OverTP):
 
     def partial_sum(self, hidden_TD: Rows, run: Run, cache: LatentCache) -> Tensor:
         config, step, rotations = self.config, run.step.of_group(cache.group), run.rotations
-        # The positions that tokens attend to. Layers with an indexer write them, and layers without one read them.
+        # The positions that tokens attend to: layers with an indexer write them, and other layers read them.
         choice = run.shared(Choice) if config.is_sparse else None
         given_TD = hidden_TD
         if self._quantize is not None:  # once for both projections, unless the norm has quantised the rows
@@ -419,7 +419,7 @@ class HeadMaps(nn.Module):
 
     def __init__(self, config: LatentAttentionSpec, num_heads: int, context: BuildContext) -> None:
         super().__init__()
-        # Errors in scores grow exponentially in the softmax, so the keys' map keeps 8 bits; the other map is as small.
+        # Errors in scores grow exponentially in the softmax, so the keys' map keeps 8 bits. The values' map is small.
         # No kernel multiplies 8-bit blocks with an input of its own for each head.
         limits = QuantizationLimits(min_bits=8, cuts=None)
         shapes = (num_heads, config.latent_size, config.key_dim), (num_heads, config.value_dim, config.latent_size)
@@ -436,7 +436,7 @@ class HeadMaps(nn.Module):
             yield name, Destination(values_VL, shape, (slice(middle, stop),), self.values)
 
     def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
-        """Write absorbed queries. Their products with latent vectors equal the products of queries and keys."""
+        """Write absorbed queries, whose products with latent vectors equal the products of queries and keys."""
         self.keys.product.multiply(query_TNK, out_TNL)
 
     def project(self, attended_TNL: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class LightningAttentionSpec(NetworkSpec):
         return Needs(without_gpu_kernels="lightning attention")
 
     def cache_rules(self, block_size: int) -> tuple[KeepState]:
-        """Return the rule by which the states of requests are kept."""
+        """Return the rule that determines how long states of requests are kept."""
         return (KeepState.of_blocks(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:

@@ -1,1 +1,1 @@
-"""The mixture-of-experts layer, the placement of its experts, and the dispatch of tokens to them."""
+"""The mixture-of-experts layer, the placement of experts on ranks, and the dispatch of tokens to experts."""

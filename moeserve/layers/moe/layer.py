@@ -39,7 +39,7 @@ class MoESpec(FeedForwardSpec):
     activation: Activation = SwiGLU()
     has_expert_bias: bool = False
     has_output_bias: bool = False  # a bias of the output; the router's weights sum to one, so each expert adds it
-    # Number of last experts that the router chooses for every token. Checkpoints store them as shared ones (Inkling).
+    # Number of last experts that the router chooses for every token; stored as shared experts (Inkling).
     num_fixed: int = 0
     may_lack_correction: bool = False  # a checkpoint may lack the router's correction, which is then zero
     shared: SharedExpertsSpec | None = None
@@ -189,7 +189,7 @@ class MoELayer(Network):
                 yield at("bias"), whole(bias_D)
 
     def place(self, placement: Placement) -> None:
-        """Switch to a placement with as many slots. The weights of its experts must be in their new slots already."""
+        """Switch to a placement with the same numbers of slots. All weights must be in their new slots already."""
         assert placement.num_slots == self.placement.num_slots
         self.load.placement = placement
         self.dispatcher.expert_copies.place(placement)

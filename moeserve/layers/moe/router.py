@@ -38,7 +38,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutePlace:
-    """The place of a layer's routes in a step, on a rank that reports the experts of tokens or is given them."""
+    """The place of a layer's routes in a step, on a rank that reports chosen experts or receives forced experts."""
 
     layer: int  # index in `StepInputs.forced_routes`
     memory_TK: Tensor  # int64: where the experts of a step's rows are written, which the next step overwrites

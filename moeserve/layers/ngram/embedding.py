@@ -74,7 +74,7 @@ class NgramSpec(NetworkSpec):
         return tuple(2 * (split_mix(base + GAMMA * (number + 1)) % bound) + 1 for number in range(self.max_length))
 
     def cache_rules(self, block_size: int) -> tuple[KeepState]:
-        """Return the rule by which the states of requests are kept."""
+        """Return the rule that determines how long states of requests are kept."""
         return (KeepState.of_blocks(block_size),)
 
     def build(self, build: Build) -> NgramEmbedding:

@@ -21,7 +21,7 @@ class GatedNormSpec:
     rank: int  # size of the rows from which gates are projected
 
     def build(self, build: Build, form: RowsForm) -> GatedNorm:
-        """Return the norm. Its rows are plain, whatever `form` is: networks quantise plain rows themselves."""
+        """Return the norm, whose rows are plain whatever `form` is: networks quantise plain rows themselves."""
         return GatedNorm(self, build)
 
 

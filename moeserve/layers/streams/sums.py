@@ -61,7 +61,7 @@ class SumsStream:
 
 @dataclass(frozen=True)
 class SumsNormSpec:
-    """The attention by which a network reads sums."""
+    """The shape of the attention with which a network reads sums."""
 
     num_sums: int  # number of sums that have begun
     begins_sum: bool = False  # the update before the network is the first update of the last sum

@@ -34,7 +34,7 @@ class UpdateConvolutionSpec(NetworkSpec):
         return Needs(without_gpu_kernels="a convolution of updates")
 
     def cache_rules(self, block_size: int) -> tuple[KeepState]:
-        """Return the rule by which the states of requests are kept."""
+        """Return the rule that determines how long states of requests are kept."""
         return (KeepState.of_blocks(block_size),)
 
     def build(self, build: Build) -> UpdateConvolution:

@@ -255,7 +255,7 @@ class DecodeAttention:
 
 
 class ChunkAttention:
-    """Attention of chunks of any length, for layers of one shape. It cannot be captured in a CUDA graph."""
+    """Attention of chunks of any length, for layers of one shape, which CUDA graphs cannot capture."""
 
     def __init__(self, plans: Plans[Any, None], shape: AttentionShape) -> None:
         self._plans = plans

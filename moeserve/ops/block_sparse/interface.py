@@ -30,10 +30,10 @@ class BlockSparseShape:
     """
 
     attention: AttentionShape
-    num_index_heads: int  # n
+    num_index_heads: int  # number of the indexer's heads (n)
     block_size: int  # positions in a block
-    top_k: int
-    num_local: int  # at most top_k
+    top_k: int  # number of blocks that a token attends to
+    num_local: int  # number of blocks, up to the token's own, that are always chosen; at most top_k
 
     @property
     def num_pairs(self) -> int:

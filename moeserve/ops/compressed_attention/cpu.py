@@ -24,7 +24,7 @@ NUM_KEPT = 64  # maximum number of chunks of a captured step
 
 
 class CpuCompressedAttention:
-    """A `CompressedAttention` of C++ kernels. It calls paged attention with each vector as a block."""
+    """A `CompressedAttention` of C++ kernels, which calls paged attention with each vector as a block."""
 
     def __init__(self, native: ModuleType, shape: CompressedShape) -> None:
         self._native = native

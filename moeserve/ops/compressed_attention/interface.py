@@ -7,8 +7,8 @@ attends to the last `window` tokens, and to the entries of all windows that end 
 the entries that an indexer chooses among these. The vectors of tokens and entries are both keys and values, shared by
 all heads.
 
-The softmax of a window is computed token by token. Its running state, the *tail*, is kept for the last token of each
-block, so that a request can continue, and another request can reuse the prefix, after any full block.
+The softmax of a window is computed token by token. The running state of a window, the *tail*, is kept for the last
+token of each block, so that a request can continue, and another request can reuse the prefix, after any full block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedShape:
-    """One layer's part of this attention on one rank."""
+    """One layer's part of compressed attention on one rank."""
 
     num_heads: int
     whole_num_heads: int  # heads of all tp ranks together; the order of sums depends on it
@@ -78,7 +78,7 @@ class CompressedCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the cache. Their first dimension is the block."""
+        """All tensors of the cache, whose first dimension is the block."""
         return self.tokens, *self.kept_tensors
 
     @property

@@ -58,7 +58,7 @@ class ChooseEntries(Protocol):
     """Choose the entries that each token of a step attends to."""
 
     def __call__(self, query_TNH: Tensor, weights_TN: Tensor, key_cache: Tensor, step: StepInputs, /) -> ChosenEntries:
-        """Return, for each token, the `top_k` entries with the highest scores, or all if it sees at most `top_k`.
+        """Return each token's `top_k` entries with the highest scores, or all entries that the token sees if fewer.
 
         Scores are float32. Ties go to the lowest position. Rows outside all chunks, or before position 0, get no
         entries.

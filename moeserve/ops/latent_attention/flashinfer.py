@@ -5,7 +5,7 @@
 - Expanded: `BatchPrefillWithRaggedKVCacheWrapper` attends from the chunks to themselves, then to their prefixes, piece
   by piece; `merge_state_in_place` merges each piece into the result by its log-sum-exp.
 
-Both are planned on the host, once for all layers of a step, so neither can be captured in a CUDA graph.
+Both wrappers are planned on the host, once for all layers of a step, so CUDA graphs cannot capture them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FlashInferLatent:
         return make(problem)
 
     def why_not(self, problem: LatentProblem) -> str | None:
-        """Return why the library cannot serve such layers, as a clause; None if it can."""
+        """Return the reason why FlashInfer cannot serve a layer with these facts, as a clause; None if it can."""
         if self._missing:
             return f"this version has no {self._missing}"
         if problem.dtype not in DTYPES:
@@ -297,7 +297,7 @@ class ExpandedAttention:
                 output_RNV, sums_RN = part_RNV, part_RN  # the first piece has all rows
             else:
                 self._merge(output_RNV[piece.rows], sums_RN[piece.rows], part_RNV, part_RN)
-            del key_CNQ, value_CNV  # before those of the next piece are allocated
+            del key_CNQ, value_CNV  # before the keys and values of the next piece are allocated
         assert output_RNV is not None
         out_TNV[plan.rows_R] = output_RNV
 

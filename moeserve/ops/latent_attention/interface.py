@@ -13,7 +13,7 @@ from moeserve.step_inputs import StepInputs
 
 
 class LatentShape(NamedTuple):
-    """One layer's latent attention."""
+    """The shape of one layer's latent attention."""
 
     scale: float  # factor of the products of queries and keys
     latent_size: int  # L

@@ -36,8 +36,8 @@ class Mixing(Protocol):
         """Return queries and keys [T, e, H] of compressed convolutional attention (arXiv 2510.04476).
 
         Half the sum of a query and its group's key is added to the convolved query. The mean of these halves over the
-        group is added to the convolved key. Both are scaled to the length sqrt(H), and a key is then multiplied by its
-        temperature.
+        group is added to the convolved key. Queries and keys are scaled to the length sqrt(H), and each key is then
+        multiplied by its temperature.
 
         Args:
             projected_TX: queries and keys [T, e * H]; a view of a projection.

@@ -14,7 +14,7 @@ from moeserve.ops.products.interface import Gather, OpenWeights, RowGroups
 
 
 class TorchProduct:
-    """A `Product` in plain torch. It also runs for `InputChunks` if this rank has none of the inputs."""
+    """A `Product` in plain torch, which is also used for `InputChunks` if this rank has none of the inputs."""
 
     def __init__(self, weights: OpenWeights) -> None:
         self.weights = weights

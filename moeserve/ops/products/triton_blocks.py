@@ -22,7 +22,7 @@ from moeserve.triton_kernels.tuning import FP8_BLOCK
 
 
 class TritonBlockProduct:
-    """A `Product` in Triton. Programs count arrivals in memory of this object, so its calls must not overlap."""
+    """A `Product` in Triton. Calls must not overlap: the kernel's programs count arrivals in memory of this object."""
 
     def __init__(self, weights: OpenWeights) -> None:
         self._weight_eOI = weights.weight_eOI

@@ -42,7 +42,7 @@ class RouterSpec:
     # Number of rows of a table that gives the experts of each token id; scores then only determine weights
     # (DeepSeek-V4). None: experts are chosen by score.
     table_size: int | None = None
-    num_zero_experts: int = 0  # further experts, numbered after the others, which return their input
+    num_zero_experts: int = 0  # number of further experts, numbered after all others, which return their input
     has_factors: bool = False  # a learned number per expert that multiplies its weight at the end (Gemma 4)
 
     @property
@@ -69,7 +69,7 @@ class RouteTokens(Protocol):
         weight_ED: float32, like bias_E and correction_E.
         given_TK: the experts of each token, int64, if logits only determine weights.
         factors_E: float32; multiply the weights of the experts.
-        out_TK: int64, contiguous: memory for the experts, which are then returned in it. On CPUs only.
+        out_TK: int64, contiguous: memory in which the experts are returned. On CPUs only.
 
     Returns:
         Experts [T, K] int64, best first, and their weights [T, K] float32.

@@ -14,7 +14,7 @@ from moeserve.ops.rows.interface import Rotation, RowOperations
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """Return x / sqrt(mean(x²) + epsilon), computed in float32 and rounded to the dtype of x_TD, times the weight.
 
-    The order of operations is that of transformers, so that float32 results are equal to the last bit.
+    The order of operations is the same as in transformers, so that float32 results are equal to the last bit.
     """
     wide_TD = x_TD.to(torch.float32)
     mean_square_T1 = wide_TD.pow(2).mean(-1, keepdim=True)

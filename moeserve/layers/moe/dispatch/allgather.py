@@ -1,7 +1,7 @@
 """Dispatch by all-gather: every rank receives every token, in one collective for dispatch and one for combine.
 
-A small step has shapes that do not depend on the routing, so the host never waits between the collectives. Its outputs
-are combined in one of two forms:
+A small step has shapes that do not depend on the routing, so the host never waits between the collectives. The outputs
+of a small step are combined in one of two forms:
 
 - *Sums of ranks*: a rank adds the weighted outputs of its own experts for each token and rounds, and the ranks add
   these sums. The exchanged bytes depend on the number of tokens only.
@@ -151,7 +151,7 @@ class AllGatherDispatcher:
         dtype: torch.dtype,
         output: Tensor,
     ) -> ReadyOutput:
-        """Combine the outputs of a small step by sums of ranks.
+        """Combine the outputs of a small step by sums of ranks, as the module's docstring describes.
 
         Args:
             pair_of_row_P: the pair of each row that this rank computes; -1 in spare rows.
@@ -168,7 +168,7 @@ class AllGatherDispatcher:
         dtype: torch.dtype,
         output: Tensor,
     ) -> SmallOutput:
-        """Combine the outputs of a small step by rows of pairs. The arguments are those of `combine_sums`."""
+        """Combine the outputs of a small step by rows of pairs. See `combine_sums` for the arguments."""
         pairs = self.exchange.pairs
         pairs_per_rank = [num_tokens * weights_TK.shape[1] for num_tokens in tokens_per_rank]
         output_PD = pairs.scatter(output, pair_of_row_P[: len(output)], sum(pairs_per_rank))
@@ -212,5 +212,5 @@ def _columns(both_NV: Tensor, first_byte: int, num_columns: int, dtype: torch.dt
 
 @functools.cache
 def _all_pairs(num_pairs: int, device: torch.device) -> Tensor:
-    """Return the indices 0 to p - 1, [p] int64. They are never freed, because graphs read them at their address."""
+    """Return the indices 0 to p - 1, [p] int64. The tensor is never freed, because graphs read it at its address."""
     return torch.arange(num_pairs, device=device)

@@ -22,9 +22,9 @@ from moeserve.step_inputs import StepInputs
 class PackedTokens:
     """Rows sorted by local expert."""
 
-    rows_RD: Rows  # with `gather`: the source of the rows
+    rows_RD: Rows  # the rows, or with `gather` the source of the rows
     groups: RowGroups  # the rows of each local expert
-    gather: Gather | None = None  # for kernels that gather rows as they read them
+    gather: Gather | None = None  # set if kernels gather the rows themselves
     out_RD: Tensor | None = None  # where experts must write their outputs; None: anywhere
 
 

@@ -31,10 +31,10 @@ from moeserve.step_inputs import StepInputs
 class Traffic:
     """The numbers of tokens and pairs that this rank exchanges with each rank. The host needs no more of a routing."""
 
-    tokens_to: list[int]  # by rank: this rank's tokens that the rank's experts compute
-    tokens_from: list[int]  # by rank: the rank's tokens that this rank's experts compute
-    pairs_to: list[int]  # by rank: this rank's pairs that the rank computes
-    pairs_from: list[int]  # by rank: the rank's pairs that this rank computes
+    tokens_to: list[int]  # for each rank, the number of own tokens that its experts compute
+    tokens_from: list[int]  # for each rank, the number of its tokens that this rank's experts compute
+    pairs_to: list[int]  # for each rank, the number of own pairs that it computes
+    pairs_from: list[int]  # for each rank, the number of its pairs that this rank computes
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class SharedOutputs:
 
     weights_TK: Tensor
     pair_of_row_P: Tensor  # the own pair (t * K + k) of each output of all ranks; -1 for pairs of other ranks' tokens
-    output_PD: Tensor  # in shared memory
+    output_PD: Tensor  # outputs of all ranks' pairs, in shared memory
 
 
 @dataclass(frozen=True)

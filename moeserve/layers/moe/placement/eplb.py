@@ -5,7 +5,7 @@ the load of a rank is the sum over its slots of the expert's load divided by its
 load of the fullest rank over the mean of the ranks: all ranks wait for the fullest rank.
 
 `eplb` is DeepSeek's published algorithm (https://github.com/deepseek-ai/EPLB), for any number of experts, slots and
-ranks. It has two policies. The global policy ignores nodes. The hierarchical policy keeps all copies of a group of
+ranks, with two policies. The global policy ignores nodes. The hierarchical policy keeps all copies of a group of
 experts on one node, so that a router that first chooses groups sends a token to few nodes. `rebalance` reaches nearly
 the same imbalance with few changes to the current placement. Both functions are deterministic, so every rank can
 compute placements independently.

@@ -107,7 +107,7 @@ class LoadMeter:
         return Collected(joined(windows), of_stage, figures_of_rank) if windows else None
 
     def _of_stages(self, own: LoadWindow | None) -> list[LoadWindow]:
-        """Return the windows of all pipeline stages with MoE layers, in order. Collective: all ranks of pp groups."""
+        """Return the windows of pipeline stages with MoE layers, in order. Collective: all ranks of the pp group."""
         pp = self._groups.pp
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(own)), dtype=torch.uint8)
         sizes = pp.all_gather(torch.tensor([len(encoded)]), [1] * pp.world_size).tolist()
@@ -192,7 +192,7 @@ class LoadMeter:
     def _start_window(self) -> None:
         for load in self._load_of_layer.values():
             load.rows_e.zero_()
-        self._kept_of_layer: dict[int, Tensor] = {}  # by layer: rows by expert before a switch, [E]
+        self._kept_of_layer: dict[int, Tensor] = {}  # for each layer: the rows of each expert before a switch, [E]
         self._num_steps = self._num_tokens = self._num_padding_tokens = self._num_idle_steps = 0
         self._seconds = 0.0
         self._waited = self._groups.ep.seconds_waited()

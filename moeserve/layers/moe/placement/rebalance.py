@@ -53,7 +53,7 @@ class PlacedLayer(Protocol):
     def experts(self) -> PlacedExperts: ...
 
     def place(self, placement: Placement) -> None:
-        """Use a placement with as many slots. The weights of its experts must be in their new slots already."""
+        """Switch to a placement with the same numbers of slots. All weights must be in their new slots already."""
         ...
 
 
@@ -153,8 +153,8 @@ class Rebalancer:
     ) -> None:
         """
         Args:
-            layers: the MoE layers of this stage, by their index in the model; at least one. Their weights are loaded
-                and packed.
+            layers: the MoE layers of this stage, by their index in the model; at least one. The weights of all layers
+                are loaded and packed.
             horizon: number of steps within which a new placement must save more time than it costs.
             side_stream: a side stream of the GPU that holds the experts; None: the experts are on the CPU.
         """
@@ -270,7 +270,7 @@ class Rebalancer:
         # collective: all ranks of the stage
         pending = self._groups.stage.all_to_all(sent, send_sizes, receive_sizes)
         if self._is_on_gpu or not self._groups.stage.progresses_in_background:
-            pending.wait()  # otherwise the collectives of the step would queue behind this one
+            pending.wait()  # otherwise the collectives of the step would queue behind this collective
         self._clock.stop()
         return Piece(change, self._num_arrived, size, pending, sent)
 

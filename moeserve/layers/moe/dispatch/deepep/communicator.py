@@ -20,7 +20,7 @@ from moeserve.ops.rows.interface import FLOAT8_BLOCK, Float8Rows, Rows
 # B blocks of a row
 
 FLOAT8 = torch.float8_e4m3fn
-ROOM_FOR_PAIRS = StepLimits(eager=2**26, captured=2**30)  # for rows that DeepEP sends only if they exist
+ROOM_FOR_PAIRS = StepLimits(eager=2**26, captured=2**30)  # limits of rows that DeepEP sends only if they exist
 MIN_MAGNITUDE = 1e-10  # minimum magnitude of a block, so that a block of zeros has a scale
 
 

@@ -1,7 +1,8 @@
 """DeepEP's first API, `Buffer`: normal kernels for large steps and low-latency kernels for small steps, in one buffer.
 
 Based on https://github.com/deepseek-ai/DeepEP: deep_ep/buffer.py of 1.x, and deep_ep/buffers/legacy.py of 2.x with its
-document. Both versions accept the arguments used here. DeepEP's handles are opaque: their fields differ.
+document. Both versions accept the arguments used here. DeepEP's handles are opaque, because their fields differ
+between versions.
 """
 
 from __future__ import annotations
