@@ -1,6 +1,6 @@
 """The transport over gloo, torch's library for CPU tensors within and between hosts.
 
-gloo carries float16, bfloat16, float32, float64, integers and bool. gloo's errors are RuntimeErrors without ranks.
+gloo carries float16, bfloat16, float32, float64, integers and bool. Errors are RuntimeErrors that name no ranks.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Set(msgspec.Struct, frozen=True, tag="set"):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Request to add to a number. The reply is the sum."""
+    """Request to add `amount` to the number at `key`, which is 0 at first. The reply is the sum."""
 
     key: str
     amount: int

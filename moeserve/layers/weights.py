@@ -103,7 +103,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         self.int4_scales = None
         self.stored_rows: tuple[StoredRows, ...] = ()  # formats of rows that stay as stored; empty: none
         self.fills_panels = False
-        self.is_on_disk = False  # packed into a file that kernels read in parts: see models/expert_store
+        self.is_on_disk = False  # packed into a file; kernels read copies in memory: see models/expert_store
 
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""

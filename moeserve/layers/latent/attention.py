@@ -419,8 +419,8 @@ class HeadMaps(nn.Module):
 
     def __init__(self, config: LatentAttentionSpec, num_heads: int, context: BuildContext) -> None:
         super().__init__()
-        # Errors in scores grow exponentially in the softmax, so the keys' map keeps 8 bits. The values' map is small.
-        # No kernel multiplies 8-bit blocks with an input of its own for each head.
+        # Errors in scores grow exponentially in the softmax, so the keys' map keeps 8 bits. The values' map, as small,
+        # keeps 8 bits too. No kernel multiplies 8-bit blocks with an input of its own for each head.
         limits = QuantizationLimits(min_bits=8, cuts=None)
         shapes = (num_heads, config.latent_size, config.key_dim), (num_heads, config.value_dim, config.latent_size)
         self.keys, self.values = (Weights(products.PER_HEAD, shape, context, limits=limits) for shape in shapes)

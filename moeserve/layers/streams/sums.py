@@ -32,7 +32,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class SumsStream:
-    """A stream of the sums of blocks.
+    """A residual stream that consists of the sums of blocks of layers.
 
     A network without a norm reads the previous network's update, and replaces that update by its own.
     """

@@ -119,7 +119,7 @@ def order_keys(scores_RV: Tensor) -> Tensor:
 
 
 def tokens_of(keys: Tensor) -> Tensor:
-    """Return the token ids of order keys."""
+    """Return the token ids of keys that `order_keys` returned."""
     return (-keys) & 0xFFFFFFFF
 
 

@@ -38,7 +38,7 @@ class ExpertLoad:
         self._pairs = pairs.make(context.backend)
 
     def count(self, counts_e: Tensor) -> None:
-        """Add the rows of one step by local expert, [e] int64."""
+        """Add the number of rows of each local expert in one step, [e] int64."""
         self._pairs.count(counts_e, self.rows_e)
 
 

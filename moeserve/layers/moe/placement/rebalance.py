@@ -85,7 +85,7 @@ class Piece:
 
 
 def spare_bytes(layers: Mapping[int, PlacedLayer]) -> int:
-    """Return the memory that a rebalancer of these layers reserves."""
+    """Return the size in bytes of the memory that a rebalancer of these layers reserves."""
     num_slots, num_bytes = _spare_shape(layers)
     return num_slots * num_bytes + 2 * MAX_PIECE_BYTES  # one piece sent and one received
 
@@ -249,7 +249,7 @@ class Rebalancer:
         self.epoch += 1
 
     def begin_step(self) -> Piece | None:
-        """Begin to send a piece of the change in progress, and return it for `finish_step`; None: there is no change.
+        """Begin to send a piece of the change in progress, and return it for `finish_step`; None: nothing is to send.
 
         Collective: all ranks of a stage.
         """
