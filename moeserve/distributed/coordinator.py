@@ -171,7 +171,7 @@ class GroupCoordinator:
         return [bytes(each[1:].numpy()) for each in gathered]
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks of the group have called `barrier`."""
         if self.world_size > 1:
             self._count_and_check("barrier", torch.uint8)
             self._gather_scalars(torch.zeros(1, dtype=torch.uint8), "barrier")

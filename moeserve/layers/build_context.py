@@ -54,7 +54,7 @@ class BuildContext:
         return self.on_host or self
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Return a parameter of this shape that a checkpoint will fill. dtype: None for the model's dtype."""
+        """Return a parameter of shape `shape` that a checkpoint will fill. `dtype` None: the model's dtype."""
         dtype = dtype or self.dtype
         if self.has_memory and self.quantization is None:
             memory = self.backend.allocate_weights(shape, dtype, self.device)

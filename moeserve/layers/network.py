@@ -113,7 +113,7 @@ class NetworkSpec:
         return ()
 
     def can_divide(self, num_ranks: int) -> bool:
-        """Return True if this number of tp ranks can each have an equal share of the network's units, such as heads."""
+        """Return True if `num_ranks` tp ranks can each have an equal share of the network's units, such as heads."""
         return True
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts | None:

@@ -84,7 +84,7 @@ class At:
         return dataclasses.replace(self, prefix=self(name))
 
     def has(self, name: str) -> bool:
-        """Return True if the checkpoint stores a tensor of this name at this place."""
+        """Return True if the checkpoint stores a tensor called `name` at this place."""
         return self(name) in self.stored
 
 

@@ -193,7 +193,7 @@ class Weights(nn.Module, Generic[AnyProduct]):
         return frozenset() if self._packing is None else self._packing.stored_formats
 
     def is_kind(self, kind: Kind[Any]) -> bool:
-        """Return True if the product is of this kind."""
+        """Return True if the product is of kind `kind`."""
         return self._kind is kind
 
     @property

@@ -61,7 +61,7 @@ class Backend:
     _noted: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def library(self, kind: type[Library]) -> Library:
-        """Return the opened library of this type."""
+        """Return the opened library of type `kind`."""
         return next(each for each in self.libraries if isinstance(each, kind))
 
     def with_library(self, name: str, library: object) -> Backend:

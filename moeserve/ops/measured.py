@@ -29,13 +29,13 @@ OfRows = Mapping[int, str]  # the fastest implementation by number of rows, for 
 
 
 def product_key(weights: OpenWeights) -> str:
-    """Return the key under which the tables list products with weights of this shape in 8-bit blocks."""
+    """Return the key under which the tables list products with weights in 8-bit blocks of the shape of `weights`."""
     sizes = "x".join(map(str, weights.weight_eOI.shape))
     return f"product {sizes}{' gated' if weights.num_parts > 1 else ''}"
 
 
 def attention_key(shape: AttentionShape, kind: str) -> str:
-    """Return the key under which the tables list attention of this shape. `kind`: "decode" or "chunks"."""
+    """Return the key under which the tables list attention of shape `shape`. `kind`: "decode" or "chunks"."""
     window = "" if shape.window is None else f" window {shape.window}"
     return f"attention {kind} {shape.num_heads}/{shape.num_kv_heads}x{shape.head_size}{window}"
 

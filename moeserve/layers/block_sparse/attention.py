@@ -53,7 +53,7 @@ class BlockSparseSpec(NetworkSpec):
         return (self.attention.key_value_rule(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can divide the heads, each query head together with its head of the indexer."""
+        """True if `num_ranks` tp ranks can divide the heads, each query head together with its head of the indexer."""
         divides = self.num_index_heads % num_ranks == 0 or num_ranks % self.num_index_heads == 0
         return divides and self.attention.can_divide(num_ranks)
 

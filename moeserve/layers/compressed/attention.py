@@ -61,7 +61,7 @@ class CompressedAttentionSpec(NetworkSpec):
         return KeepWindow(self.window, block_size), KeepAll()
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can each have equally many groups of heads."""
+        """True if `num_ranks` tp ranks can each have equally many groups of heads."""
         return self.num_groups % num_ranks == 0
 
     @property

@@ -54,7 +54,7 @@ class ConvolutionalAttentionSpec(NetworkSpec):
         return *self.heads.cache_rules(block_size), KeepState.of_blocks(block_size)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if the key-value heads can be divided evenly over this many tp ranks."""
+        """True if the key-value heads can be divided evenly over `num_ranks` tp ranks."""
         return self.heads.num_kv_heads % num_ranks == 0
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts:

@@ -68,7 +68,7 @@ class ExpertAttentionSpec(NetworkSpec):
         return (self.heads.key_value_rule(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if the key-value heads can be divided evenly over this many tp ranks."""
+        """True if the key-value heads can be divided evenly over `num_ranks` tp ranks."""
         return self.num_kv_heads % num_ranks == 0
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts:

@@ -117,7 +117,7 @@ class AttentionSpec(NetworkSpec):
         return NormAfterEmbedding(build.hidden_size, build.norm_epsilon, build.context)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
+        """True if `num_ranks` tp ranks can each have equally many heads with the key-value heads that they read."""
         divides = self.num_kv_heads % num_ranks == 0 or num_ranks % self.num_kv_heads == 0
         return self.num_heads % num_ranks == 0 and divides
 
@@ -442,7 +442,7 @@ def _convolution(
 
 
 def _kv_heads_of(heads: slice, config: AttentionSpec) -> slice:
-    """Return the key-value heads that these query heads read."""
+    """Return the key-value heads that the query heads `heads` read."""
     group = config.num_heads // config.num_kv_heads
     return slice(heads.start // group, -(-heads.stop // group))
 

@@ -70,7 +70,7 @@ class IndexedAttentionSpec(NetworkSpec):
         return (self.attention.key_value_rule(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can divide the heads of attention. Each rank has the whole indexer."""
+        """True if `num_ranks` tp ranks can divide the heads of attention. Each rank has the whole indexer."""
         return self.attention.can_divide(num_ranks)
 
     def costs(self, hidden_size: int, tp: int) -> AttentionCosts:

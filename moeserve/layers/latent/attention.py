@@ -94,7 +94,7 @@ class LatentAttentionSpec(NetworkSpec):
         return (KeepAll() if self.window is None else KeepWindow(self.window, block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if this many tp ranks can each have equally many heads."""
+        """True if `num_ranks` tp ranks can each have equally many heads."""
         return self.num_heads % num_ranks == 0
 
     @property

@@ -48,7 +48,7 @@ class LightningAttentionSpec(NetworkSpec):
         return (KeepState.of_blocks(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if the heads can be divided evenly over this many tp ranks."""
+        """True if the heads can be divided evenly over `num_ranks` tp ranks."""
         return self.num_heads % num_ranks == 0
 
     def log_decays(self, heads: slice) -> list[float]:

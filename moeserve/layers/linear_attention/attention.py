@@ -50,7 +50,7 @@ class LinearAttentionSpec(NetworkSpec):
         return (KeepState.of_blocks(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if the key heads and the value heads can be divided evenly over this many tp ranks."""
+        """True if the key heads and the value heads can be divided evenly over `num_ranks` tp ranks."""
         return self.num_heads % num_ranks == 0 and self.num_key_heads % num_ranks == 0
 
     def build(self, build: Build) -> LinearAttention:

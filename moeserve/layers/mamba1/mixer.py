@@ -48,7 +48,7 @@ class MambaSpec(NetworkSpec):
         return (KeepState.of_blocks(block_size),)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """True if the channels can be divided evenly over this many tp ranks."""
+        """True if the channels can be divided evenly over `num_ranks` tp ranks."""
         return self.num_channels % num_ranks == 0
 
     def build(self, build: Build) -> MambaMixer:

@@ -195,7 +195,7 @@ class MoELayer(Network):
         self.dispatcher.expert_copies.place(placement)
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """True if a CUDA graph should capture steps with these numbers of tokens, padded. The same on all ranks."""
+        """True if a CUDA graph should capture padded steps with `tokens_per_rank` tokens. The same on all ranks."""
         return self.dispatcher.is_capturable(tokens_per_rank, self.bytes_per_token)
 
     @property

@@ -150,7 +150,7 @@ class FlashInfer:
         return FlashInferAttention(own, decode or own.attend, chunks or own.attend)
 
     def _choose(self, shape: AttentionShape, kind: StepKind) -> Attend | None:
-        """Return the library's function for steps of this kind, or None if our own kernels must serve them."""
+        """Return FlashInfer's function for steps of kind `kind`, or None if our own kernels must serve these steps."""
         if self._measured is not None:
             fastest = list(self._measured.get(attention_key(shape, kind), {}).values())
             if 2 * fastest.count("flashinfer") <= len(fastest):
@@ -161,7 +161,7 @@ class FlashInfer:
         return self.make_attend(shape, kind)
 
     def why_not(self, shape: AttentionShape, kind: StepKind) -> str | None:
-        """Return why the library cannot run steps of this kind, as a clause; None if it can."""
+        """Return the reason why FlashInfer cannot run steps of kind `kind`, as a clause; None if it can."""
         size = shape.head_size
         if shape.dtype not in DTYPES:
             return f"it computes in 16 bits, not in {shape.dtype}"

@@ -97,7 +97,7 @@ class FlashInferLatent:
         return FlashInferLatentAttention(own, self, shape)
 
     def _choose(self, make: Callable[[LatentProblem], Attend], problem: LatentProblem) -> Attend | None:
-        """Return the library's function, or None if our own kernels must be used."""
+        """Return FlashInfer's function, or None if our own kernels must be used."""
         if reason := self.why_not(problem):
             logger.info("latent attention (%s) runs on our kernels, not FlashInfer: %s", problem, reason)
             return None

@@ -10,7 +10,7 @@ from moeserve.ops.lightning_attention.reference import LightningAttention, Torch
 
 
 def make(backend: Backend, dtype: torch.dtype) -> LightningAttention:
-    """Return the attention of a layer, with outputs of this dtype."""
+    """Return the attention of a layer, whose outputs have the dtype `dtype`."""
     return choose(TABLE, backend, dtype)
 
 

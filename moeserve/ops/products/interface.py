@@ -168,7 +168,7 @@ class PackedWeights:
 
     @classmethod
     def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
-        """Return packed weights of the given panels, with bias, activation and shape of the open weights."""
+        """Return packed weights with `panels`, and with the bias, activation and shape of the open weights."""
         return cls(
             packed_format,
             panels,

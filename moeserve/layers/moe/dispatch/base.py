@@ -144,7 +144,7 @@ class Dispatcher(Protocol):
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        """True if a CUDA graph can capture a padded step of this size and saves time. All ranks get the same result.
+        """True if a CUDA graph can capture a padded step with `tokens_per_rank`, and saves time. The same on all ranks.
 
         Args:
             bytes_per_token: bytes of the rows of one token, which has one row for each chosen expert.

@@ -35,7 +35,7 @@ class DispatcherFactory(Protocol):
         ...
 
     def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher:
-        """Return the dispatcher of a layer with this placement.
+        """Return the dispatcher of a layer whose experts are placed as in `placement`.
 
         Args:
             load_e: [e] int64. A dispatcher adds the number of rows of each local expert to it, if counting needs no

@@ -85,7 +85,7 @@ class Piece:
 
 
 def spare_bytes(layers: Mapping[int, PlacedLayer]) -> int:
-    """Return the size in bytes of the memory that a rebalancer of these layers reserves."""
+    """Return the size in bytes of the memory that a rebalancer of `layers` reserves."""
     num_slots, num_bytes = _spare_shape(layers)
     return num_slots * num_bytes + 2 * MAX_PIECE_BYTES  # one piece sent and one received
 

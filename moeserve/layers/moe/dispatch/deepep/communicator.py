@@ -50,7 +50,7 @@ class DeepEPShape:
         return self.low_latency_tokens > 0 and max(tokens_per_rank) <= self.low_latency_tokens
 
     def has_room(self, num_pairs: int, is_padded: bool) -> bool:
-        """True if a step can allocate outputs for this many pairs, so that the host need not know the actual number."""
+        """True if a step can allocate outputs for `num_pairs` pairs, so that the host need not know the number."""
         most = ROOM_FOR_PAIRS.captured if is_padded else ROOM_FOR_PAIRS.eager
         return num_pairs * self.hidden_size * self.dtype.itemsize <= most
 
@@ -81,11 +81,11 @@ class DeepEPCommunicator(Protocol):
     num_bytes: int  # GPU memory outside torch's allocator
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """True if a step of this size runs without waiting for the host, so that a CUDA graph can capture it."""
+        """True if a step with `tokens_per_rank` never waits for the host, so that CUDA graphs can capture it."""
         ...
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
-        """Prepare the buffer for a step of this size before a graph is replayed. `dispatch` does so by itself.
+        """Prepare the buffer for a step with `tokens_per_rank` before a graph is replayed. `dispatch` does so itself.
 
         Collective: all ep ranks.
         """

@@ -44,7 +44,7 @@ HIDDEN_MULTIPLE = 16  # 32 bytes of bfloat16
 def why_unsupported(
     shape: DeepEPShape, device: torch.device, node_of_rank: Sequence[int], deep_ep: ModuleType | None = None
 ) -> str | None:
-    """Return the reason why DeepEP cannot carry tokens of this shape on this machine, as a clause; None if it can.
+    """Return the reason why DeepEP cannot carry tokens of `shape` on this machine, as a clause; None if it can.
 
     Missing NVLink or RDMA connections are found later, by `open_communicator`.
 
