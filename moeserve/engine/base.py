@@ -33,7 +33,7 @@ SALT_BYTES = 32
 
 
 class EngineClient(Protocol):
-    """An engine, here or in another process: it accepts requests; each `step` returns updates of some of them.
+    """An engine in this or another process. It accepts requests, and each `step` returns updates of some requests.
 
     Only one thread at a time may use an engine, except for `wake`.
     """
@@ -55,7 +55,10 @@ class EngineClient(Protocol):
 
     @property
     def refusal(self) -> str:
-        """The reason why requests are refused. Empty while accepted, even if one restarts a failed engine."""
+        """The reason why requests are refused.
+
+        Empty while requests are accepted, even if they restart a failed engine.
+        """
         ...
 
     @property
@@ -95,7 +98,7 @@ class EngineClient(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make a waiting `step`, or else the next one that would wait, return. Any thread may call this."""
+        """End the wait of `step`, or else of the next `step` that would wait. Any thread may call this."""
         ...
 
     def cancel_restart(self) -> None:
@@ -269,7 +272,7 @@ def new_replica(
     Args:
         loaded: as for `new_scheduler`.
         index: index of the replica.
-        scheduler: one without requests, whose cached prefixes the ranks have; None: a new one.
+        scheduler: a scheduler without requests, whose cached prefixes the ranks have; None: a new scheduler.
     """
     fitted = fit_to_cache(config, loaded[0].num_blocks)
     return Replica(

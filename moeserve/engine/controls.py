@@ -28,7 +28,10 @@ from moeserve.errors import EngineError, RequestError, WeightUpdateError
 
 
 class Controls:
-    """The controls that have not ended, the first of which is sent to the replicas, and their effect so far."""
+    """The controls that have not ended, and the state after those that have.
+
+    Only the first control is sent to replicas.
+    """
 
     def __init__(self) -> None:
         self.is_paused = False
@@ -53,7 +56,7 @@ class Controls:
     def finish(self) -> bool:
         """Complete the futures of controls that have ended. Return True if there are any.
 
-        Called after the updates of the steps before them were handled.
+        Called after the updates of earlier steps were handled.
         """
         ended, self._ended = self._ended, []
         for future, result in ended:
@@ -62,14 +65,14 @@ class Controls:
 
     @property
     def seconds_open(self) -> float:
-        """Seconds since the last command of the update in progress; 0: there is none."""
+        """Seconds since the last command of the update in progress; 0: no update is in progress."""
         return time.monotonic() - self._called_s if self.weights.is_updating and not self._waiting else 0.0
 
     def run(self, command: Command) -> Future[ControlResult]:
-        """Run a command once all earlier ones have ended. The result is an EngineError if the engine fails first.
+        """Run a command once all earlier commands have ended. The result is an EngineError if the engine fails first.
 
         Raises:
-            RequestError, WeightUpdateError: the command needs memory that sleeps.
+            RequestError, WeightUpdateError: the command needs memory that a sleep has freed.
         """
         if isinstance(command, Resume) and self.weights.asleep:
             raise RequestError("the engine sleeps; call wake_up, which also resumes")
@@ -87,7 +90,8 @@ class Controls:
     def begin(self, replicas: Iterable[ReplicaHandle]) -> None:
         """Bring new replicas into the state of the previous ones. Called before requests are sent to them.
 
-        New replicas have the checkpoint's weights. If the previous ones had others, the weights are stale now.
+        New replicas have the checkpoint's weights. If the previous replicas had other weights, the weights are stale
+        now.
         """
         self._replicas, self._missing = list(replicas), set()
         is_stale = self.weights.is_stale or self.weights.version != INITIAL_VERSION
@@ -96,7 +100,10 @@ class Controls:
             self._send(Pause(mode="keep"))
 
     def resend(self) -> None:
-        """Send again the control that previous replicas did not end. Called after requests were sent to new ones."""
+        """Send again the control that previous replicas did not end.
+
+        Called after requests were sent to new replicas.
+        """
         if self._waiting:
             self._send_first()
 
@@ -104,7 +111,7 @@ class Controls:
         """Note that a replica has run controls."""
         for result in results:
             if result.number != self._number or replica not in self._missing:
-                continue  # it brought a new replica into the state of those before
+                continue  # the control brought a new replica into the state of the previous ones
             self._missing.discard(replica)
             if not self._missing:
                 self._end_first(result)
@@ -113,7 +120,7 @@ class Controls:
         """End controls with an EngineError.
 
         Args:
-            only_weights: only those that concern weights, which new replicas do not continue.
+            only_weights: end only controls that concern weights, which new replicas do not continue.
         """
         waiting, self._waiting = self._waiting, deque()
         self._missing.clear()

@@ -32,9 +32,9 @@ class Driver:
         """Run the loop, and perform its effects, until it waits for the first time.
 
         Args:
-            load_timeout_s: limit of a round that may load weights, if it is longer than that of a step.
-            deliver: receives what the loop delivers during this call. It is not stored, because that would keep the
-                owner of this object alive.
+            load_timeout_s: limit of a round that may load weights, if this is longer than `step_timeout_s`.
+            deliver: receives what the loop delivers during this call. The function is not stored, because a reference
+                to it would keep the owner of this object alive.
         """
         self._executor = executor
         self._step_timeout_s = step_timeout_s

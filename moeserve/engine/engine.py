@@ -34,7 +34,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
-# All replicas have failed if there is no message for this many `step_timeout`s. They report hung ranks earlier.
+# All replicas have failed if there is no message for this many `step_timeout`s. Replicas report hung ranks earlier.
 MOST_SILENT_STEPS = 2
 
 
@@ -42,9 +42,9 @@ class Engine:
     """One or more replicas, which serve the same model. An `EngineClient`.
 
     When a process fails, `on_failure` decides what follows. With "end", all requests end with an error that names the
-    process, and further requests are refused. With "recover", failed ranks are replaced (`Recovery`), with "restart"
-    all of them, with "shrink" their replicas are left out; requests continue after the tokens that were received. If
-    there are no requests, the next one restarts the engine.
+    process, and further requests are refused. With "recover", failed ranks are replaced (`Recovery`); with "restart",
+    all ranks are; with "shrink", the replicas of failed ranks are left out. Requests then continue after the tokens
+    that were received. If there are no requests, the next request restarts the engine.
 
     A change of the number of replicas works in the same way: the requests continue on another worker group
     (`Generation`), which has loaded the model while the first one served.
@@ -61,7 +61,7 @@ class Engine:
         """Start all replicas, and wait until they have loaded the model.
 
         Args:
-            launcher: starts the replicas. It is closed after the last of them has ended.
+            launcher: starts the replicas. It is closed after the last replica has ended.
             config_of: returns the same settings resolved for another number of replicas, or raises SettingsError.
             run_in_background: runs a function in another thread.
 
@@ -71,7 +71,7 @@ class Engine:
         """
         self.config = config
         self._launcher, self._config_of = launcher, config_of
-        self._file_hashes: FileHashes = ()  # of the model's files; empty until the first generation has read them
+        self._file_hashes: FileHashes = ()  # of the model's files; empty until a generation has read them
         self._run_in_background = run_in_background
         self._ownership = Ownership()
         self._wake_up = WakeUp()
@@ -165,7 +165,7 @@ class Engine:
         self._receive()
         while True:
             if self._failure and self._may_restart and not (self._is_shut_down or self._is_ending):
-                self._undelivered += self._resume()  # also without requests, so that the next one finds an engine
+                self._undelivered += self._resume()  # also without requests, so that the next request finds an engine
             is_due = self._undelivered or has_finished or self._controls.has_ended
             if is_due or not self.has_work or self._wake_up.take():
                 break
@@ -252,9 +252,9 @@ class Engine:
         self._let_serve(generation)
 
     def _new_generation(self, config: EngineConfig) -> Generation:
-        """Start processes that load the files of the model that the first ones have loaded.
+        """Start processes that load the same files of the model as the first processes.
 
-        After an update of the weights, files may differ: requests wait for another update in any case.
+        After an update of the weights, the files may differ, because requests wait for another update in any case.
         """
         file_hashes = self._file_hashes if self.weights == WeightState() else ()
         config = config.changed(weights={"file_hashes": file_hashes})
@@ -310,7 +310,7 @@ class Engine:
             self._watch()
 
     def _scale_in_place(self, config: EngineConfig) -> Future[None]:
-        """End the serving processes before others are started, because the devices cannot hold both."""
+        """End the serving processes before others are started, because the devices cannot hold both generations."""
         running = self.config
         self._generation.shut_down()
         self._failure = "the change of the number of replicas was interrupted"
@@ -339,7 +339,7 @@ class Engine:
         """Start new processes, and retry until the resources for them are available.
 
         Args:
-            config: the config of the new processes; None: the one that follows from `on_failure`.
+            config: the config of the new processes; None: the config that follows from `on_failure`.
 
         Raises:
             EngineError: the resources are not available in time.
@@ -357,7 +357,7 @@ class Engine:
         self._failure = ""
 
     def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
-        """Return the config to restart with: with on_failure="shrink", that of the next smaller possible size."""
+        """Return the config to restart with: the same, or with on_failure="shrink" one with fewer replicas."""
         if config.failure.on_failure != "shrink":
             return config
         return next_smaller(config, self._resized)
@@ -376,7 +376,7 @@ class Engine:
     def _receive(self, timeout_s: float = 0.0, *, only_failures: bool = False) -> None:
         """Handle all updates that have arrived, after waiting for the first. A failure ends requests or resumes them.
 
-        Other replicas detect a replica that hangs. If all are silent, this method does.
+        A replica that hangs is detected by other replicas. This method detects that all replicas are silent.
 
         Args:
             only_failures: leave updates for the next call.
@@ -422,10 +422,10 @@ class Engine:
         self._undelivered += self._in_flight.end_after_failure(error, may_resume=self._may_restart)
 
     def _resume(self, config: EngineConfig | None = None) -> list[RequestUpdate]:
-        """Restart, and resend all requests with the tokens that were received. Return final updates of aborted ones.
+        """Restart, and resend all requests with the tokens received. Return final updates of aborted requests.
 
         Args:
-            config: the config of the new processes; None: the one that follows from `on_failure`.
+            config: the config of the new processes; None: the config that follows from `on_failure`.
         """
         what = "failed ranks are replaced" if self._recovery.is_prepared else "the engine is restarted"
         logger.warning("%s, and requests continue. The failure: %s", what, self._failure)

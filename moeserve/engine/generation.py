@@ -29,8 +29,8 @@ SECONDS_TO_NAME_A_RANK = 10.0
 class Generation:
     """A worker group that loads the model and then serves, with the router of its replicas.
 
-    An engine that changes the number of its replicas briefly has two: one serves while the other loads. The processes
-    are terminated when this object is deleted.
+    An engine that changes the number of its replicas briefly has two generations: one serves while the other loads. The
+    processes are terminated when this object is deleted.
     """
 
     def __init__(self, config: EngineConfig, group: WorkerGroup) -> None:
@@ -41,8 +41,8 @@ class Generation:
         self.config, self.group = config, group
         self.end = weakref.finalize(self, group.end)  # terminates the processes at once
         self.index_of: dict[Watched, int]
-        self.num_blocks = 0  # KV cache blocks of each rank; set once all have loaded, like the next three
-        self.file_hashes = config.weights.file_hashes  # of the checkpoint's files
+        self.num_blocks = 0  # KV cache blocks of each rank; set, like the next three, once all ranks have loaded
+        self.file_hashes = config.weights.file_hashes  # hashes of the checkpoint's files
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
         self.epoch = 0  # number of recoveries
@@ -58,7 +58,7 @@ class Generation:
         """
         for replica in self.group.replicas if self._loading else ():
             for message in replica.receive():
-                # A replica that is ready may send an empty delivery. What others sent in earlier epochs is dropped.
+                # A replica that is ready may send an empty delivery. Messages from earlier epochs are dropped.
                 if isinstance(message, Ready) and message.epoch == self.epoch:
                     require_same(self.file_hashes or message.file_hashes, message.file_hashes)
                     self.num_blocks, self.file_hashes = message.num_blocks, message.file_hashes
@@ -91,7 +91,7 @@ class Generation:
         return True
 
     def note_fault(self, replica: int, message: ReplicaFaulted) -> None:
-        """Note that a replica waits for a recovery, unless another one has begun since."""
+        """Note that a replica waits for a recovery, unless another recovery has begun since."""
         if message.epoch == self.epoch:
             self.faults += message.reports
             if message.has_lost_ranks:
@@ -120,7 +120,7 @@ class Generation:
         self._loading = {replica.name: None for replica in self.group.replicas}
         self.index_of = {replica: index for index, replica in enumerate(self.group.replicas)}
         self.began_s = time.monotonic()
-        self.faults: list[FailureReport] = []  # of replicas that have ranks that may join others
+        self.faults: list[FailureReport] = []  # failures that replicas reported while they wait for a recovery
 
     def shut_down(self) -> None:
         """Make the replicas agree to shut down, and wait until all processes have exited."""
@@ -133,8 +133,8 @@ class Generation:
 def with_limits_of(running: EngineConfig, num_blocks: int, config: EngineConfig) -> EngineConfig:
     """Return the config of another number of replicas, with the maximum request length of the running engine.
 
-    On CPUs, an unset KV cache size is measured again. It must hold at least this replica's share of the running
-    engine's blocks, and a request of maximum length.
+    On CPUs, an unset KV cache size is measured again. It must hold at least an equal share of the running engine's
+    blocks, and a request of maximum length.
 
     Args:
         num_blocks: blocks of the running engine's KV cache on each rank.

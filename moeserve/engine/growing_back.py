@@ -19,7 +19,7 @@ class GrowingBack:
     """Decides when to try again to start replicas that were left out. Each delay is twice as long as the one before."""
 
     def __init__(self, num_wanted: int) -> None:
-        self.num_wanted = num_wanted  # number of replicas that the user has asked for
+        self.num_wanted = num_wanted  # number of replicas that the user has set
         self._delay_s = FIRST_DELAY_S
         self._next_s: float | None = None  # time of the next attempt; None: no replica is missing
 
@@ -32,7 +32,7 @@ class GrowingBack:
         """Begin the next attempt if its time has come.
 
         Args:
-            config: of the replicas that serve.
+            config: the config of the replicas that serve.
             config_of: returns the config of a number of replicas, or raises SettingsError.
             begin: starts replicas beside those that serve.
         """

@@ -19,10 +19,10 @@ Verdict = Literal["stopped", "hung", "host lost", "broken link"]
 
 @dataclass(frozen=True, kw_only=True)
 class HangRule:
-    """The times of the rule, in seconds."""
+    """The limits of the rule, in seconds."""
 
-    stopped: float = 4.0  # without a heartbeat
-    host_lost: float = 6.0  # without a record from any process of the host
+    stopped: float = 4.0  # without a heartbeat: the process is stopped
+    host_lost: float = 6.0  # without a record from any process of a host: the host is lost
     # A rank hangs if others wait for it and it makes no progress for `factor` times the longest pause in its last
     # `num_rounds` rounds, but at least `least_hung`, and at most `most_hung`, which also holds for a new rank.
     least_hung: float = 3.0
@@ -31,7 +31,7 @@ class HangRule:
     num_rounds: int = 1000
     num_new_rounds: int = 100
     between_looks: float = SECONDS_BETWEEN_LOOKS
-    # Time between two records of a process that runs. From other hosts records come less often than looks.
+    # Time between two records of a running process. Records of other hosts arrive less often than they are looked at.
     between_records: float = 0.0
 
 
@@ -45,7 +45,7 @@ class Watchable:
 
     name: str
     host: int = 0
-    engine: int | None = None  # of a rank: the index of the process that sends it rounds; None: it is such a process
+    engine: int | None = None  # for a rank, index of the process that sends it rounds; None: this is such a process
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class _Watched:
     still: float = 0.0  # without a heartbeat
     stalled: float = 0.0  # without progress
     silent: float = 0.0  # without progress, and without a look for the data of other ranks
-    pauses: deque[tuple[int, float]] = field(default_factory=deque)  # (round, seconds) of long ones; the longest first
-    first_round: int | None = None  # since the epoch began
+    # (round, seconds) of long pauses, the longest first
+    pauses: deque[tuple[int, float]] = field(default_factory=deque)
+    first_round: int | None = None  # first round since the epoch began
 
     def see(self, record: ProgressRecord | None, seconds: float, rule: HangRule) -> None:
         before, self.record = self.record, record or self.record
@@ -108,7 +109,7 @@ class _Watched:
     def _note_pause(self, number: int, rule: HangRule) -> None:
         while self.pauses and self.pauses[0][0] < number - rule.num_rounds:
             self.pauses.popleft()
-        if self.silent * rule.factor > rule.least_hung:  # a pause of waiting for others is none
+        if self.silent * rule.factor > rule.least_hung:  # a wait for other ranks is no pause
             while self.pauses and self.pauses[-1][1] <= self.silent:
                 self.pauses.pop()
             self.pauses.append((number, self.silent))
@@ -117,9 +118,9 @@ class _Watched:
 class HangWatch:
     """Judges the progress records of all processes of a worker group.
 
-    A process whose heartbeat stands is stopped. A rank hangs if it makes no progress while others wait for it. Slow
-    ranks make progress: it counts layers, collectives, kernels, and reads from disks. Times in which the reader or all
-    processes stood do not count.
+    A process whose heartbeat does not change is stopped. A rank hangs if it makes no progress while others wait for it.
+    Layers, collectives, kernels and reads from disks count as progress, so slow ranks do not hang. Times in which the
+    reader or all processes were stopped do not count.
     """
 
     def __init__(
@@ -144,7 +145,8 @@ class HangWatch:
 
         Args:
             now_s: a monotonic time.
-            records: of each process; None: it could not be read. Processes that have ended are not judged here.
+            records: the record of each process; None: it could not be read. Processes that have ended are not judged
+                here.
         """
         rule, last_s = self._rule, self._last_s
         self._last_s = now_s
@@ -212,7 +214,7 @@ class HangWatch:
         return self._finding("broken link", waiting, cause)
 
     def _waiting(self) -> list[int]:
-        """Return the ranks that wait for others, and are not stuck in doing so."""
+        """Return the indices of ranks that wait for other ranks, without ranks that are stuck in their wait."""
         return [
             index
             for index in self._ranks(Phase.WAITING, Phase.BLOCKED)
@@ -246,7 +248,7 @@ class Records(Protocol):
     """The progress records of several processes, wherever these run."""
 
     def read(self) -> Sequence[ProgressRecord | None]:
-        """Return the present record of each process; None: its host has sent none for a while."""
+        """Return the present record of each process; None: its host has sent no record for a while."""
         ...
 
 

@@ -46,9 +46,10 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_CHECKS = 0.25
 # A process that exits unexpectedly is replaced, unless this many have done so within a minute.
 MAX_FAILURES_PER_MINUTE = 3
-# Processes send something about once per second. One that was silent for this long is stopped or stuck, and is killed.
+# Processes send something about once per second. A process that was silent for this long is stopped or stuck, and is
+# killed.
 SECONDS_OF_SILENCE = 6.0
-SECONDS_TO_START = 30.0  # until the first message, for which a process imports modules
+SECONDS_TO_START = 30.0  # maximum time until the first message, before which a process imports modules
 
 
 class EngineHub:
@@ -78,7 +79,7 @@ class EngineHub:
         self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES_PER_MINUTE)
         self._drain: Drain | None = None  # set once shutdown is requested
         self._sent_drain: Drain | None = None
-        self._silence_s: dict[int, float] = {}  # of each process; a process that is killed is left out
+        self._silence_s: dict[int, float] = {}  # time since the last message of each process that was not killed
         self._heard: set[int] = set()  # processes that have sent a message
         self.has_listener = threading.Event()  # set once one of the processes listens
         self._notes: dict[int, Note] = {}  # the last note of each process, also of processes that have exited
@@ -115,7 +116,7 @@ class EngineHub:
     def _step(self) -> None:
         while self._for_engine:
             self._pass_on(self._for_engine.popleft())
-        with contextlib.suppress(EngineError):  # it has ended all requests; `refusal` gives the reason
+        with contextlib.suppress(EngineError):  # the engine has ended all requests; `refusal` gives the reason
             self._send(self._engine.step())
         for window in self._engine.take_loads():
             self._observer.observe(window)
@@ -239,7 +240,7 @@ class EngineHub:
                 process.handle.kill()
 
     def _receive(self, process: WatchedProcess[ToHub], index: int) -> bool:
-        """Handle the messages of a process. Return True if it has sent its last one."""
+        """Handle the messages of a process. Return True if it has sent its last message."""
         messages = process.receive()
         has_left = False
         for message in messages:

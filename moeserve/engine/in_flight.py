@@ -32,16 +32,17 @@ class InFlight:
 
 
 class RequestsInFlight:
-    """Sends requests to the replicas of a generation, and resends them with their tokens to those of the next one.
+    """Sends requests to the replicas of a generation, and resends them, with their tokens, to the next generation.
 
-    Replicas sleep while no replica has a request. A step needs all replicas, so all are woken when one gets a request.
+    Replicas sleep while no replica has a request. A step needs all replicas, so all are woken when a replica gets a
+    request.
     """
 
     def __init__(self) -> None:
         self.generation: Generation  # the generation that serves
         self._known: dict[str, InFlight] = {}
         self._must_wake = False  # a replica has work while others may be asleep
-        self._has_sleepers = False  # requests were sent without a wake-up, because others were running
+        self._has_sleepers = False  # requests were sent without a wake-up, because other requests were running
 
     def __len__(self) -> int:
         return len(self._known)
@@ -85,7 +86,7 @@ class RequestsInFlight:
         if self._must_wake:
             self._must_wake = self._has_sleepers = False
             replicas = self.generation.group.replicas
-            for replica in replicas if len(replicas) > 1 else ():  # one alone wakes up for its own messages
+            for replica in replicas if len(replicas) > 1 else ():  # a single replica wakes up for its own messages
                 replica.send(Wake())
 
     def live_updates(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
@@ -105,7 +106,7 @@ class RequestsInFlight:
             yield update
 
     def continue_all(self) -> list[RequestUpdate]:
-        """Resend all requests with the tokens that were received. Return final updates of aborted ones."""
+        """Resend all requests with the tokens that were received. Return final updates of aborted requests."""
         before, self._known = self._known, {}
         for name, known in before.items():
             if not known.is_aborted:

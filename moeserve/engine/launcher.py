@@ -22,7 +22,7 @@ class ReplicaHandle(Watched, Protocol):
         ...
 
     def receive(self) -> list[FromReplica]:
-        """Return what has arrived since the last call, without waiting."""
+        """Return the messages that have arrived since the last call, without waiting."""
         ...
 
 
@@ -31,15 +31,15 @@ class Starter(Protocol):
 
     @property
     def has_lost_host(self) -> bool:
-        """True if a host that has ranks does not answer, so that these cannot be started there."""
+        """True if a host of ranks does not answer, so that these ranks cannot be started there again."""
         ...
 
     def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:
-        """Close the store where ranks met, so that those that still wait there fail, and open another one.
+        """Close the store where ranks met, so that ranks that still wait there fail, and open another store.
 
         Args:
-            config: from now on.
-            survivors: the replicas that are left, ascending by their index so far. They are counted anew.
+            config: the config from now on.
+            survivors: indices so far of the replicas that are left, ascending. They are numbered anew in this order.
         """
         ...
 
@@ -48,7 +48,7 @@ class Starter(Protocol):
         ...
 
     def watch(self) -> RecordWatch | None:
-        """Return a watch over the processes of all replicas, without their past. None: hangs are not detected."""
+        """Return a watch over the processes of all replicas, without earlier records. None: hangs are not detected."""
         ...
 
     def start(self, replica: int, epoch: int, num_blocks: int) -> ReplicaHandle:
@@ -75,15 +75,15 @@ class WorkerGroup:
     ) -> None:
         """
         Args:
-            replicas: those that have started; others are appended.
-            seconds_to_collect: how long consequences of a failure may be noticed before its cause.
-            release: frees what the processes have used, once they have ended.
+            replicas: replicas that have started; others are appended.
+            seconds_to_collect: time by which consequences of a failure may be noticed before its cause.
+            release: frees what the processes have used, once all of them have ended.
             reports_hangs: True if a replica that hangs fails by itself, so that silence is no sign of a failure.
             watch: finds processes that are stopped or hang.
             starter: starts single replicas again. None: all replicas can only be started together.
         """
         self.replicas: list[ReplicaHandle] = list(replicas)  # by dp rank
-        self.ranks: list[WatchedProcess[Any]] = []  # those that no replica watches
+        self.ranks: list[WatchedProcess[Any]] = []  # ranks that no replica watches
         self.reports_hangs = reports_hangs
         self.watch = watch
         self.starter = starter
@@ -100,12 +100,12 @@ class WorkerGroup:
         return any(member.failures() for member in self.members)
 
     def collect_failures(self) -> list[FailureReport]:
-        """Return all failures that are known soon after the first sign of one."""
+        """Return the failures that are known shortly after the first failure."""
         return collect_failures(self.members, seconds=self._seconds_to_collect)
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Wait for the processes to exit, then kill those that have not. None is left. May be called twice."""
-        if os.getpid() == self._owner:  # a fork of the owner must leave them alone
+        """Wait for the processes to exit, then kill those that have not. No process is left. May be called twice."""
+        if os.getpid() == self._owner:  # a fork of the owner must leave the processes alone
             end_all(self.replicas, patience_s=patience_s)
             end_all(self.ranks)
             self._release()
@@ -118,7 +118,7 @@ class Launcher(Protocol):
         """Start all replicas. They may still be loading the model when this returns.
 
         Raises:
-            CheckpointError, SettingsError, EngineError: they cannot be started.
+            CheckpointError, SettingsError, EngineError: the replicas cannot be started.
         """
         ...
 

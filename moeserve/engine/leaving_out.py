@@ -1,4 +1,4 @@
-"""The config of the replicas that are left when others are left out, without a start of their ranks."""
+"""The config with which some replicas serve on when others are left out, without a restart of their ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from moeserve.errors import EngineError
 
 
 def without_others(config: EngineConfig, survivors: Sequence[int]) -> EngineConfig:
-    """Return the config with which some of the replicas serve on, with the experts of all.
+    """Return the config with which some of the replicas serve on, with the experts of all replicas.
 
     Args:
-        survivors: their indices, ascending.
+        survivors: indices of these replicas, ascending.
 
     Raises:
-        EngineError: they cannot serve on in place; the message has the reason.
+        EngineError: these replicas cannot serve on without a restart; the message has the reason.
     """
     from moeserve.layers.moe.placement.handover import hand_over
     from moeserve.models import registry

@@ -62,7 +62,7 @@ class LocalReplica:
         return self._reports
 
     def wait(self, timeout_s: float) -> bool:
-        """Run the loop to its end, whatever the timeout unless it is 0: a thread that computes cannot be killed."""
+        """Run the loop to its end, however long that takes, unless the timeout is 0: a busy thread cannot be killed."""
         while timeout_s > 0 and self._is_running:
             self._advance()
             if self._is_running:
@@ -83,7 +83,7 @@ class LocalReplica:
         return self._driver.wait is not None and not self._reports and not self._is_killed
 
     def _advance(self) -> None:
-        """Let the loop handle what was sent, and what the rank has done since the last call."""
+        """Let the loop handle the messages that were sent, and the results of the rank since the last call."""
         try:
             events = self._driver.events(self._inbox)
             if events or self._driver.is_late or not self._driver.has_rounds:

@@ -21,7 +21,7 @@ from moeserve.worker.protocol import RankStart
 
 
 class ProcessStarter:
-    """A `Starter` of the engine processes of replicas on this host, with what all ranks share."""
+    """A `Starter` of the engine processes of replicas on this host. Owns the store and the records of all ranks."""
 
     def __init__(self, config: EngineConfig, hosts: HostPool | None, *, show_progress: bool) -> None:
         """
@@ -30,7 +30,7 @@ class ProcessStarter:
         """
         num_replicas, num_ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
         self._config, self._hosts, self._show_progress = config, hosts, show_progress
-        self._seats = list(range(num_replicas))  # of the replicas, see `RankStart`
+        self._seats = list(range(num_replicas))  # seats of the replicas, see `RankStart`
         self._environment = environment_of_rank(config, usable_cores())
         self._store = start_store(hosts.host if hosts else None)  # must outlive the ranks' processes
         self._records = ProgressRecords(num_replicas * (1 + config.parallel.ranks_per_replica))
@@ -98,7 +98,7 @@ class ProcessStarter:
         return RecordWatch(HangWatch(processes, rule, judges_hangs=judges_hangs), self, places)
 
     def read(self) -> list[ProgressRecord | None]:
-        """Return the present progress record of each process; None: its host has sent none for a while."""
+        """Return the present progress record of each process; None: its host has sent no record for a while."""
         records: list[ProgressRecord | None] = list(self._records.read())
         if self._hosts is not None:
             for replica in range(len(self._seats)):
@@ -137,10 +137,10 @@ class ProcessLauncher:
 
 
 def even_places(num_ranks: int, num_hosts: int, agents: Mapping[int, AgentAddress]) -> tuple[AgentAddress | None, ...]:
-    """Return the agent of each rank's host, so that all hosts have as many ranks, in order. None: this host.
+    """Return the agent of each rank's host; None: this host. All hosts have equally many ranks, in order.
 
     Args:
-        agents: of the hosts that answer, by number. Ranks of others go to the hosts with the fewest ranks.
+        agents: agents of the hosts that answer, by number. Ranks of other hosts go to the hosts with the fewest ranks.
     """
     hosts: dict[int, AgentAddress | None] = {0: None, **agents}
     numbers = [rank * num_hosts // num_ranks for rank in range(num_ranks)]

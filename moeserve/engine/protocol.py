@@ -21,7 +21,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Sent by a replica once in each epoch, when its ranks have the model."""
 
     num_blocks: int  # KV cache blocks, equal on all ranks
-    file_hashes: tuple[tuple[str, str], ...] = ()  # of the checkpoint's files, equal on all ranks
+    file_hashes: tuple[tuple[str, str], ...] = ()  # hashes of the checkpoint's files, equal on all ranks
     epoch: int = 0
 
 
@@ -36,7 +36,7 @@ class ReplicaFaulted(msgspec.Struct, frozen=True, tag="replica-faulted"):
 class Recover(msgspec.Struct, frozen=True, tag="recover"):
     """Sent to a replica that has processes left: replace failed ranks, and drop all requests."""
 
-    start: RankStart  # of the replica's first rank in the next epoch
+    start: RankStart  # start message of the replica's first rank in the next epoch
     lost: list[int]  # ranks of this replica to replace although they may run, numbered as in the next epoch
 
 

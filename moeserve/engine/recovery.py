@@ -21,18 +21,20 @@ from moeserve.processes.supervision import SECONDS_TO_COLLECT, end_all, wait_for
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-# Seconds for ranks to leave their step, and for new ones to start. Those that take longer are replaced too.
+# Seconds for ranks to leave their step, and for new ranks to start. Ranks that take longer are replaced too.
 SECONDS_TO_LEAVE = 10.0
 SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class Recovery:
-    """The recovery of a generation that serves. Each begins an epoch, in which messages of earlier epochs are dropped.
+    """The recovery of a generation that serves.
+
+    Each recovery begins an epoch, in which messages of earlier epochs are dropped.
 
     1. Replicas in which a rank has failed, or has left its step because another rank failed, send `ReplicaFaulted`.
-    2. Failed engine processes are started again. All others receive `Recover`: they kill their failed ranks, start new
-       ones, and let all others close their connections, so that every rank leaves its step.
-    3. All ranks meet at a new store. Those that are new load the model meanwhile.
+    2. Failed engine processes are started again. All other engine processes receive `Recover`: they kill their failed
+       ranks, start new ranks, and let all other ranks close their connections, so that every rank leaves its step.
+    3. All ranks meet at a new store. New ranks load the model meanwhile.
     4. Each replica sends `Ready` without requests, and the engine sends all requests again with their tokens.
 
     A failure during 2 to 4 begins again at 2: the store is closed, so ranks that wait there fail.
@@ -44,7 +46,7 @@ class Recovery:
         self._finding: Finding | None = None
 
     def collect_failures(self) -> list[FailureReport]:
-        """Return the failures that are known soon after the first sign of one."""
+        """Return the failures that are known shortly after the first failure."""
         generation, deadline = self._generation, time.monotonic() + SECONDS_TO_COLLECT
         group = generation.group
         if not generation.faults:
@@ -61,10 +63,11 @@ class Recovery:
                         generation.note_fault(index, message)
 
     def prepare(self, finding: Finding | None, weights: WeightState) -> bool:
-        """Return True if failed ranks can be replaced. If `on_failure` orders it, but it cannot be done, log why.
+        """Return True if failed ranks can be replaced. If they cannot, although `on_failure` requires it, log the
+        reason.
 
         Args:
-            finding: processes to replace although they run.
+            finding: processes to replace although they run; None: there are none.
             weights: the weights with which the engine serves.
         """
         generation = self._generation
@@ -78,7 +81,7 @@ class Recovery:
         return True
 
     def run(self, is_cancelled: Callable[[], bool]) -> bool:
-        """Replace the failed processes. Return False if that is not possible: then none is left."""
+        """Replace the failed processes. Return False if that is not possible; then no process is left."""
         if not self.is_prepared:
             return False
         self.is_prepared = False
@@ -100,7 +103,8 @@ class Recovery:
     def _replace_until_ready(self, is_cancelled: Callable[[], bool]) -> None:
         """Replace failed processes, and those that fail meanwhile, until all replicas can serve.
 
-        With on_failure="shrink", and if that fails, replicas that have lost ranks are left out instead.
+        With on_failure="shrink", or if processes cannot be replaced, replicas that have lost ranks are left out
+        instead.
 
         Raises:
             EngineError: too many processes fail, or the wait was cancelled.
@@ -147,10 +151,10 @@ class Recovery:
         return None, None
 
     def _begin(self, guilty: Sequence[int], *, leaves_out: bool) -> None:
-        """Begin an epoch without processes that have ended or are guilty, and with new ones in their places.
+        """Begin an epoch in which new processes replace those that have ended or are `guilty`.
 
         Args:
-            leaves_out: begin it without the replicas that have lost processes.
+            leaves_out: begin the epoch without the replicas that have lost processes.
 
         Raises:
             EngineError: a process cannot be started, or the other replicas cannot serve alone.
@@ -201,10 +205,10 @@ class Recovery:
 
 
 def reason_to_restart(config: EngineConfig, group: WorkerGroup, *, has_own_weights: bool) -> str:
-    """Return why all ranks must be started again after a failure; empty: failed ones can be replaced.
+    """Return why all ranks must be started again after a failure; empty: failed ranks can be replaced.
 
     Args:
-        has_own_weights: a trainer has updated the weights, so new ranks would have others.
+        has_own_weights: a trainer has updated the weights, so new ranks would have other weights.
     """
     reasons = {
         "Ray runs its ranks": group.starter is None,

@@ -53,7 +53,7 @@ class RemoteEngine:
     def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[bool], None]) -> None:
         """
         Args:
-            channel: to the hub.
+            channel: the channel to the hub.
             on_drain: called with `Drain.at_once`, in the thread that uses the engine, when the hub sends `Drain`.
         """
         # Each process has its own seed, so that requests without a seed differ between processes.

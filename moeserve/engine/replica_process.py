@@ -50,11 +50,11 @@ def serve_epochs(
     ranks: list[WatchedProcess[Any]],
     start: Callable[[RankStart, int], WatchedProcess[Any]],
 ) -> None:
-    """Serve one replica until all have agreed to shut down, in a new epoch after each recovery.
+    """Serve one replica until all replicas have agreed to shut down, in a new epoch after each recovery.
 
     Args:
-        name: of this process.
-        ranks: the processes of the replica's ranks. Those that are replaced are replaced in this list.
+        name: name of this process.
+        ranks: the processes of the replica's ranks. New processes replace failed ones in this list.
         start: starts the process of a rank, given the start message of the replica's first rank.
 
     Raises:
@@ -62,7 +62,7 @@ def serve_epochs(
     """
     has_loaded = first_rank.epoch > 0
     joining: set[int] = set()  # indices of ranks that were started in this epoch, until all have loaded
-    scheduler: Scheduler | None = None  # of the last epoch, whose cached prefixes all ranks have
+    scheduler: Scheduler | None = None  # scheduler of the last epoch, whose cached prefixes all ranks have
     while True:
         try:
             # Before the first epoch is ready, the user's process sends nothing.
@@ -93,7 +93,7 @@ def serve_epochs(
 
 
 def _reports(ranks: Sequence[WatchedProcess[Any]], error: DistributedError, name: str) -> list[FailureReport]:
-    """Return the failures that this replica knows of. Those of its ranks come before their consequences."""
+    """Return the failures that this replica knows of. Failures of its ranks come before their consequences."""
     if isinstance(error, RankFaultedError):  # the cause is a rank of another replica, or is known already
         return [*(report for rank in ranks for report in rank.failures()), error.report]
     return collect_failures(ranks, [report_of(error, name)])
@@ -123,7 +123,7 @@ def _replace(
     first: RankStart,
     start: Callable[[RankStart, int], WatchedProcess[Any]],
 ) -> None:
-    """Replace the ranks with these indices, and let all others join the new ones."""
+    """Replace the ranks with these indices, and let all other ranks join the new ranks."""
     end_all([ranks[index] for index in lost])  # before their places are used again
     for index, number in enumerate(first.numbers_of_replica):
         if index in lost:
@@ -188,7 +188,7 @@ class ClientConnection:
     def __init__(self, channel: Channel[ToReplica], max_rounds: int) -> None:
         """
         Args:
-            max_rounds: most rounds of a replica in flight.
+            max_rounds: maximum number of rounds of a replica in flight.
         """
         self._channel = channel
         self._max_rounds = max_rounds
@@ -207,7 +207,7 @@ class ClientConnection:
 
         Raises:
             EngineError: the user's process has exited.
-            RecoveryOrdered: it has ordered a recovery.
+            RecoveryOrdered: the user's process has ordered a recovery.
         """
         messages: list[ReplicaMessage] = []
         for message in self._channel.receive(0.0):

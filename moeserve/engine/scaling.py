@@ -84,7 +84,10 @@ class Scaling:
         self._run_in_background(end)
 
     def cancel(self, reason: str) -> None:
-        """End the new generation unless it already serves. If it has not been started yet, it is ended once it is."""
+        """End the new generation unless it already serves.
+
+        If it is still being started, it is ended once it has started.
+        """
         with self._lock:
             self._cancelled = reason
             generation, self.loading = self.loading, None
@@ -137,7 +140,7 @@ def try_in_place(start: Callable[[], None], start_again: Callable[[str], None], 
     """Start another number of replicas after the old ones have ended. Return the future of `Engine.scale`, done.
 
     Args:
-        start_again: starts the old number of replicas after a failure, whose message it gets.
+        start_again: starts the old number of replicas after a failure, and is given the failure's message.
         num_before: the old number.
     """
     done: Future[None] = Future()
@@ -171,7 +174,7 @@ def require_equal_weights(weights: WeightState) -> None:
 
 
 def require_two_generations(config: EngineConfig) -> None:
-    """Raise SettingsError if old and new replicas cannot run at once."""
+    """Raise SettingsError if old and new replicas cannot run at the same time."""
     if ":" in (config.store.kv_transfer_address or ""):
         raise SettingsError(
             f"kv_transfer_address={config.store.kv_transfer_address!r} names a port, on which old and new replicas "

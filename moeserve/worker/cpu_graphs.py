@@ -1,7 +1,7 @@
 """CPU graphs: the kernels of a decode step, captured once and replayed with one call.
 
-A decode step has the same number of tokens for each request: one, plus its draft tokens, and perhaps accepted ones that
-are computed again. A few numbers therefore determine all shapes, on one rank and on ranks that share memory and
+A decode step has the same number of tokens for each request: one, its draft tokens, and perhaps accepted draft tokens
+that are computed again. A few numbers therefore determine all shapes, on one rank and on ranks that share memory and
 exchange few tokens. Every such step runs the same kernels on the same memory. Replaying them without Python saves a few
 microseconds per kernel, up to a fifth of a step of a small model. Results are equal to the last bit. Capturing records
 the kernels without executing them, so it does not need a request.
@@ -48,7 +48,7 @@ class StepSizes(NamedTuple):
     num_tokens: int
     tokens_per_request: int
     tokens_per_rank: tuple[int, ...]  # number of tokens that each ep rank dispatches
-    drafts_per_request: int = 0  # among these tokens
+    drafts_per_request: int = 0  # draft tokens among the tokens of each request
 
     @classmethod
     def of(cls, step: StepInputs) -> StepSizes | None:
@@ -102,8 +102,8 @@ class CapturedStep:
 class CpuGraphs:
     """A `StepRunner` for CPU ranks, which replays decode steps from graphs.
 
-    Likely sizes are captured while the rank is idle. Other sizes are captured when they occur for the second time. This
-    takes about as long as running the layers without a graph.
+    Likely sizes are captured while the rank is idle. Other sizes are captured when they occur for the second time. A
+    capture takes about as long as running the layers without a graph.
     """
 
     def __init__(
@@ -220,7 +220,10 @@ class CpuGraphs:
             self.captured.popitem(last=False)
 
     def _step_memory(self, index: int, like: Tensor) -> Tensor:
-        """Return the memory of one of a step's `tensors`. Those with two dimensions are block tables of any width."""
+        """Return the memory of one of a step's `tensors`.
+
+        A tensor with two dimensions is a block table of any width.
+        """
         columns = [self._context.max_blocks] * (like.ndim - 1)
         return self._input_memory(f"step {index}", like, columns)
 
@@ -238,7 +241,7 @@ class CpuGraphs:
 class OnlyKernels(TorchDispatchMode):
     """A mode that lists the torch operations that a graph would miss, except allocations and views.
 
-    Memory is allocated from an arena. Enter `reads` as well.
+    Memory is allocated from an arena. The mode `reads` must be entered as well.
     """
 
     def __init__(self, memory: Arena) -> None:

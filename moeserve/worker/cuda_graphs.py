@@ -4,7 +4,7 @@ Graphs are captured for some numbers of tokens. All replicas pad a decode step t
 agreement determines, because the exchange between ranks is part of a graph. All graphs share one memory pool, and the
 largest is captured first so that the others fit into it. Other steps run layer by layer.
 
-The keys and values of padding rows are not stored, and they are not sent to experts. Their results are not read.
+Padding rows are not sent to experts, their keys and values are not stored, and their results are not read.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class TorchCapture:
 def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
     """Return the numbers of tokens to capture, ascending, and dense enough to keep padding small.
 
-    Each is a multiple of tp, because the tp ranks exchange equal shares.
+    Each number is a multiple of tp, because the tp ranks exchange equal shares.
 
     Args:
-        is_capturable: returns True if steps with these tokens of each ep rank can be captured. Others run layer by
+        is_capturable: returns True if steps with these tokens of each ep rank can be captured. Other steps run layer by
             layer.
     """
     largest = min(max_num_seqs, MAX_SIZE)
@@ -91,11 +91,11 @@ def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence
 def memory_of_graphs(capture_sizes: Callable[[Sequence[int]], object], sizes: Sequence[int]) -> int:
     """Estimate the GPU memory in bytes of graphs of these sizes. Collective: all ranks.
 
-    The estimate is the memory of the largest graph, plus that of the smallest graph for each other size. It makes three
-    trial captures, which are then dropped.
+    The estimate is the memory of the largest graph, plus that of the smallest graph for each other size. Three trial
+    captures are made and dropped.
 
     Args:
-        capture_sizes: captures graphs of the given sizes, ascending; they exist as long as its result.
+        capture_sizes: captures graphs of the given sizes, ascending. The graphs exist as long as the returned object.
     """
 
     def measure(some: Sequence[int]) -> int:
@@ -166,7 +166,7 @@ class CudaGraphs:
     def _run(self, step: StepInputs) -> StepOutputs:
         """Run the layers, compute the logits of all rows, and choose each row's token by its settings."""
         hidden_TD = self.model(step, self.caches)
-        if self.model.head is None:  # a later pipeline stage has it
+        if self.model.head is None:  # a later pipeline stage has the LM head
             return StepOutputs(hidden_TD)
         logits_TV = self.model.logits(hidden_TD)  # collective: tp ranks
         assert step.settings is not None

@@ -61,7 +61,8 @@ class DeviceCopies(Protocol):
         ...
 
     def upload_step(self, inputs: HostInputs, max_blocks: int) -> tuple[dict[str, Tensor], list[GroupTable]]:
-        """Copy the inputs of a step to the device, and add all tokens and `settings`; see `StepInputs`.
+        """Copy the inputs of a step to the device. Fill in tokens that only the device has, and add `settings`; see
+        `StepInputs`.
 
         Also return the slots and block table of each cache group.
 
@@ -103,7 +104,7 @@ class CpuCopies:
 
 
 class GpuCopies:
-    """See `DeviceCopies`."""
+    """A `DeviceCopies` for a GPU."""
 
     def __init__(self, table: RequestTable, device: torch.device) -> None:
         self._table = table
@@ -118,7 +119,7 @@ class GpuCopies:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """Copy arrays to the device in one copy, in which arrays of a dtype are contiguous and split by one call."""
+        """Copy arrays to the device in one copy. Arrays of the same dtype are contiguous, and one call splits them."""
         by_dtype: dict[np.dtype[Any], list[int]] = {}
         for index, array in enumerate(arrays):
             by_dtype.setdefault(array.dtype, []).append(index)
@@ -166,7 +167,8 @@ class GpuCopies:
     def _changes(self) -> list[Array]:
         """Return the changes since the last update of the device.
 
-        These are flat indices into the block tables, the block ids there, slots, and their settings [slots, W].
+        These are flat indices into the block tables, the block ids at these indices, slots, and the slots' settings
+        [slots, W].
         """
         table = self._table
         num_groups, num_slots, width = table.tables.shape

@@ -23,7 +23,7 @@ from moeserve.worker.request_table import Chunk, RequestState
 from moeserve.worker.sampler import SampledToken
 from moeserve.worker.token_history import TokenHistory
 
-# S chunks that sample
+# T rows of a step, D values of a hidden state, L sampled tokens, C chunks, S chunks that sample, N modules
 
 NO_DRAFT = -1  # marks a missing draft token
 
@@ -99,10 +99,10 @@ class DraftRows:
 
     inputs: StepInputs
     hidden_TD: Tensor  # input of the first module
-    later_ids_T: Tensor  # input of the first module: the token after that of each row
+    later_ids_T: Tensor  # input of the first module: for each row, the token after the row's token
     rows_S: Tensor  # the rows that draft
     ends_C: Tensor  # the last row of each chunk
-    known_NC: Tensor  # for each later module, the input of these rows, if they do not draft
+    known_NC: Tensor  # for each later module, the input of the rows `ends_C`, unless they draft
 
 
 class ModuleDrafter:
@@ -280,12 +280,13 @@ class KeptRows:
         Args:
             num_rows: number of rows to compute again before a chunk.
             num_drafts: maximum number of drafts at the end of a chunk. If all are rejected, the next chunk begins at
-                the position of the first one.
+                the position of the first draft.
         """
         self._num_rows = num_rows
         self._num_kept = num_rows + 1 + num_drafts
         self._num_slots = num_slots
-        # A request's row of a position is the remainder. Allocated in the first step, whose memory is measured.
+        # The place of a position among a request's rows is the remainder. Allocated in the first step, whose memory is
+        # measured.
         self._hidden_KD: Tensor | None = None
 
     def with_earlier_rows(self, step: SampledStep, builder: StepBuilder) -> tuple[StepInputs, list[Chunk], Tensor]:
@@ -297,10 +298,10 @@ class KeptRows:
         chunks: list[Chunk] = []
         unused: list[bool] = []  # for each chunk
         of_step: list[int] = []  # rows of the step
-        earlier: list[int] = []  # rows before them
-        loaded: list[int] = []  # their rows among those that are kept
+        earlier: list[int] = []  # rows of earlier positions
+        loaded: list[int] = []  # places of the earlier rows among the kept rows
         kept: list[int] = []  # rows of the step that are kept
-        stored: list[int] = []  # where
+        stored: list[int] = []  # places where these rows are kept
         row = first_row = 0
         for chunk in step.chunks:
             if chunk.request.first_computed is None:
@@ -360,7 +361,7 @@ def drafter_of(config: EngineConfig, model: RankModel, caches: list[Any]) -> Dra
 
 
 def _tokens_after(chunk: Chunk, count: int) -> list[int]:
-    """Return the tokens after a chunk that does not sample, with zeros for those that are not known."""
+    """Return the tokens after a chunk that does not sample, with zeros for unknown tokens."""
     after = chunk.request.token_ids[chunk.end : chunk.end + count]
     return after + [0] * (count - len(after))
 
@@ -376,7 +377,7 @@ def _without_cache(step: StepInputs, is_without_T: Tensor) -> StepInputs:
 
 
 def _last_rows(tokens_L: Tensor, sampling: Sequence[Chunk], copies: DeviceCopies) -> Tensor:
-    """Return [S]: for each chunk, the sampled row after its last accepted draft.
+    """Return the index [S] of the sampled row after the last accepted draft of each chunk.
 
     Args:
         tokens_L: tokens sampled from all rows.

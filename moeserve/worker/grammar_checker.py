@@ -1,7 +1,8 @@
 """`GrammarChecker`: compiles grammars of clients in a process of its own, whose time and memory are limited.
 
-llguidance does not free all memory of a compilation that fails, and allocates before it counts. The process is replaced
-when it has compiled many grammars or has grown, and the engine compiles only grammars that have passed.
+llguidance does not free all memory of a compilation that fails, and allocates memory before it checks limits. The
+process is replaced when it has compiled many grammars or has grown, and the engine compiles only grammars that have
+passed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LIMITS_OF_COMPILATIONS = ProcessLimits(
     max_answers=256,
     niceness=5,
 )
-MAX_VERDICTS = 4096  # results that are kept, by the digest of the grammar
+MAX_VERDICTS = 4096  # maximum number of results that are kept, by the digest of the grammar
 TOO_MUCH = "it takes too much time or memory to compile; simplify it"
 
 
@@ -39,11 +40,11 @@ class TokenizerText(msgspec.Struct, frozen=True):
     json: str
     num_tokens: int
     eos_token_id: int | None
-    vocab_size: int  # of the model
+    vocab_size: int  # vocabulary size of the model
 
 
 class GrammarChecker:
-    """Checks grammars in another process, which is started for the first one. Thread-safe."""
+    """Checks grammars in another process, which is started for the first grammar. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], TokenizerText]) -> None:
         """
@@ -95,7 +96,7 @@ class GrammarChecker:
 
 
 def _start(tokenizer: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that answers a grammar with its refusal, in the process of a checker."""
+    """Return the function that answers a grammar with the reason to refuse it. Runs in the process of a checker."""
     from moeserve.worker.grammars import CompiledGrammars
 
     try:

@@ -35,7 +35,7 @@ STEP_FUEL = 50_000
 STEP_ITEMS = 5_000
 # Limits of the CPU time of a grammar: for its compilation, and on average for the masks of a request.
 COMPILE_SECONDS = 1.0
-PLACE_SECONDS = 0.2  # of searching for the place in a schema that is refused
+PLACE_SECONDS = 0.2  # maximum seconds of the search for the refused part of a schema
 MAX_PLACE_LENGTH = 200
 SECONDS_PER_REQUEST, SECONDS_PER_TOKEN = 1.0, 0.001
 # Meanings of llguidance's errors that name its own options or states.
@@ -173,7 +173,7 @@ class Grammars:
         self.checker = GrammarChecker(self._tokenizer)
 
     def check(self, grammar: OutputGrammar) -> None:
-        """Refuse a grammar that the engine cannot serve. It is compiled in a process of its own.
+        """Refuse a grammar that the engine cannot serve. The grammar is compiled in a separate process.
 
         Raises:
             RequestError: the grammar is malformed, takes too much time or memory, or allows no text.
@@ -249,8 +249,8 @@ class Matcher:
         """Return the tokens that may come next.
 
         Args:
-            output_token_ids: all tokens of the output, a continuation of those in earlier calls.
-            end_token_ids: tokens that end the output. They are allowed when it is complete.
+            output_token_ids: all tokens of the output, which continue the tokens of earlier calls.
+            end_token_ids: tokens that end the output. They are allowed when the output is complete.
         """
         started = time.thread_time()
         if new := output_token_ids[self._num_consumed :]:

@@ -16,12 +16,13 @@ from moeserve.layers.weights import AnyWeights
 from moeserve.models.checkpoint.packing import weights_of
 from moeserve.ops.products.interface import Gather, RowGroups
 
-NUM_SHARED_ROWS = 256  # rows of all weights side by side that count as rows of each, because few rows vary by chance
-LEAST_SHARE = 0.01  # of the mean importance of a weight's inputs, for inputs that the texts do not use
+NUM_SHARED_ROWS = 256  # rows of all weights together that count as rows of each weight, because few rows vary by chance
+# share of the mean importance of a weight's inputs that is added for inputs that the texts do not use
+LEAST_SHARE = 0.01
 
 
 class _Counted:
-    """A product that adds the squares of its inputs."""
+    """A product that also sums the squares of its inputs, by weight and input [e, I]."""
 
     def __init__(self, weights: AnyWeights) -> None:
         self.product = weights.product
@@ -30,7 +31,7 @@ class _Counted:
         self.counts_e = torch.zeros(num_weights, dtype=torch.int64)
 
     def multiply(self, rows: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Do the same as the product of one weight, of weights with rows of their own, or of heads."""
+        """Multiply as the product does, for one weight, for weights with their own rows, or for heads."""
         groups = next((each for each in arguments if isinstance(each, RowGroups)), None)
         if groups is not None:
             self._add_groups(rows, groups, *arguments[1:])
@@ -51,7 +52,7 @@ class _Counted:
             start += count
 
     def importances(self) -> Tensor:
-        """Return the importances [e, I] float32."""
+        """Return the importances [weights, inputs] float32."""
         shared_I = self.squares_eI.sum(0) / self.counts_e.sum().clamp(min=1)
         total_eI = self.squares_eI + shared_I * NUM_SHARED_ROWS
         mean_eI = total_eI / (self.counts_e + NUM_SHARED_ROWS)[:, None]
@@ -59,7 +60,7 @@ class _Counted:
 
 
 def measure(model: nn.Module, run: Iterable[Any]) -> dict[str, Tensor]:
-    """Return the importances of the inputs [e, I] float32 of all weights of a model, by module name.
+    """Return the importances of the inputs [weights, inputs] float32 of all weights of a model, by module name.
 
     Args:
         run: iterating over it runs the model. Its kernels must not be captured in graphs.

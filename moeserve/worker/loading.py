@@ -61,9 +61,9 @@ def load_model(
     """Return this rank's part of a checkpoint's model, with its weights. Collective: all ranks.
 
     Args:
-        before: the model with which this rank has served in a layout with more replicas, if it has.
-        replaces_another: this rank replaces one that has ended, while the others keep their weights. Memory is not
-            checked, because what they hold is not free.
+        before: the model with which this rank has served in a layout with more replicas; None: there was none.
+        replaces_another: this rank replaces a rank that has ended, while the other ranks keep their weights. Memory is
+            not checked, because memory that the other ranks hold is not free.
 
     Raises:
         CheckpointError: the weights do not fit in memory, or do not match the config.
@@ -118,8 +118,8 @@ def _sources(
     """Return the sources of a rank's weights, the cheapest first.
 
     Args:
-        num_bytes: of the weights in memory.
-        budget: of experts that are on disk, if there are any.
+        num_bytes: bytes of the weights in memory.
+        budget: memory for experts that are partly on disk; None: all experts are in memory.
     """
     if config.weights.load_format == "dummy":
         return [RandomWeights()]
@@ -154,7 +154,7 @@ def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
     """Return the hashes of the checkpoint's files.
 
     Raises:
-        WeightsChangedError: they are not those of the files that the engine's first ranks have read.
+        WeightsChangedError: the files differ from those that the engine's first ranks have read.
     """
     files = {Path(config.weights.model_path) / "config.json", *shards}
     found = hash_files(files, are_copies=config.parallel.executor == "ray" or config.parallel.nnodes > 1)
@@ -165,7 +165,7 @@ def _hash_files(config: EngineConfig, shards: Iterable[Path]) -> FileHashes:
 def _check_memory(
     config: EngineConfig, model: Decoder, *, replaces_another: bool
 ) -> tuple[LoadingMemory, Budget | None]:
-    """Return the memory that the weights of a model without memory need, and that of experts if some are on disk.
+    """Return the memory that the weights of a model need, and the memory for experts if some of them are on disk.
 
     Raises:
         CheckpointError: the weights do not fit in memory.
@@ -206,7 +206,7 @@ def _open_checkpoint(config: EngineConfig, description: registry.Description) ->
 def place_experts(
     config: EngineConfig, description: registry.Description, num_ranks: int, node_of_rank: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Return the placement of experts, in each layer that has them, on the ranks of a pipeline stage."""
+    """Return the placement of the experts of each layer on the ranks of a pipeline stage."""
     model = description.model
     if not config.experts.expert_parallel:
         return model.slice_experts(num_ranks)
@@ -275,7 +275,7 @@ def _too_large(config: EngineConfig, memory: LoadingMemory, free: int, what: str
 
 
 def store_key(config: EngineConfig, model: RankModel) -> str:
-    """Return the name of this rank's folder of KV cache items: a hash of all that they depend on except tokens."""
+    """Return the name of this rank's folder of KV cache items: a hash of all that the items depend on except tokens."""
     groups = model.groups
     layout = [groups.mesh.tp, groups.tp.rank_in_group, model.stage.start, model.stage.stop]
     return hash_key(_cache_facts(config, model), layout)

@@ -55,7 +55,7 @@ class ModelRunner:
             appends_samples: append sampled tokens to the table, because later plans do not contain them.
             grammars: grammars of requests; None: no request has a grammar.
             drafter: drafter of tokens for later steps; None: no speculative decoding.
-            routes: memory of the experts of a step's tokens; None: they are not reported.
+            routes: memory of the experts of a step's tokens; None: experts are not reported.
         """
         self.model = model
         self.context = context
@@ -88,7 +88,7 @@ class ModelRunner:
         Args:
             num_tokens: number of tokens of each replica's chunks, in order of dp rank.
             padded_to: number of rows to which all replicas pad a decode step; None: no padding.
-            previous: the step before, which may still run; None: it has been finished. All earlier ones have been.
+            previous: the previous step, which may still run; None: it has finished. All earlier steps have finished.
             overlaps: run the step with two-batch overlap, if it is not replayed.
             num_sampling: number of chunks of each replica that sample, for a drafter.
         """
@@ -248,7 +248,7 @@ class ModelRunner:
         ]
 
     def _prompt_logprobs(self, chunk: Chunk, hidden_TD: Tensor) -> list[Tensor]:
-        """Return the argument of `prompt_rows`. Collective: tp ranks, because logits are."""
+        """Return the tensors that `prompt_rows` reads. Collective: tp ranks, because computing logits is."""
         (targets_R,) = self.copies.upload([np.array(chunk.prompt_targets, np.int64)])
         params, mode = chunk.request.params, self.context.logprobs_mode
         pieces = []
@@ -317,7 +317,7 @@ class ModelRunner:
         )
 
     def _state_rows(self, chunks: Sequence[Chunk], num_padding: int) -> Array:
-        """Return the rows of states of all chunks, and of padding, which has no states."""
+        """Return the state rows [4, chunks] of all chunks, and of padding, which has no states."""
         states = [chunk.states for chunk in chunks] + [NO_STATES] * num_padding if self.context.rules.rows else []
         return np.array(states, np.int64).reshape(-1, len(NO_STATES)).T.copy()
 

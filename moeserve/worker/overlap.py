@@ -1,7 +1,4 @@
-"""Two-batch overlap: an overlapped step runs as two halves; one computes while rows of the other travel between ranks.
-
-Each replica divides its own rows. All ranks know the row counts of all replicas, and therefore of both halves.
-"""
+"""Two-batch overlap: a step runs as two halves, of which one computes while rows of the other travel between ranks."""
 
 from __future__ import annotations
 

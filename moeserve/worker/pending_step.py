@@ -21,15 +21,15 @@ class PendingStep:
 
     chunks: Sequence[Chunk]  # empty on a rank that returns no results
     sampling: Sequence[Chunk]  # the chunks that sample
-    # A flag for each chunk that its last row is finite (empty if all chunks sample), followed by the tensors of
-    # `prompt_logprobs` for each chunk with targets, if chunks are returned, those of `sampled`, and those of `drafter`.
+    # For each chunk, a flag that the chunk's last row is finite (no flags if all chunks sample); then the tensors of
+    # `prompt_logprobs` for each chunk with targets, if chunks are returned; then those of `sampled` and of `drafter`.
     reading: Reading
     sampled: SampledRows | None = None  # None: no chunk samples
     drafter: Drafter | None = None  # drafter of the tokens after the results; None: no speculative decoding
     num_draft_tensors: int = 0  # number of tensors for the drafter, which are the last in `reading`
     appends_samples: bool = False  # replace UNKNOWN_TOKEN in the requests by the sampled tokens
     raise_failure: Callable[[], None]  # raises the error of a collective of this step
-    routes: RouteRows | None = None  # of this rank's rows; None: routes are not reported
+    routes: RouteRows | None = None  # experts of this rank's rows; None: experts are not reported
     _results: list[ChunkResult] | None = field(default=None, init=False)
 
     @property

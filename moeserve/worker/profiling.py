@@ -19,7 +19,7 @@ from moeserve.worker.rank_context import RankContext
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.step_runner import EagerSteps
 
-LARGE_STEP_TOKENS = 8192  # steps of at most this size are not checked before the first is run
+LARGE_STEP_TOKENS = 8192  # steps of at most this size are run without a check
 NUM_PREDICTING = 65536  # number of tokens of a step whose memory is, per token, at most twice that of the largest step
 LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the whole context
 
@@ -55,8 +55,8 @@ def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, 
 def require_room_for_steps(config: EngineConfig, probe: ModelRunner) -> None:
     """Refuse a step so large that its memory does not exist, without running it. Collective: all ranks.
 
-    Steps are run with twice the tokens each time. A step is not run if the memory of the last one, in proportion to the
-    tokens, is not free. Nor are all steps up to one of a hundred million tokens run if the largest cannot fit.
+    The number of tokens doubles from one trial step to the next. A step is refused without being run if its memory, in
+    proportion to that of the previous step, is not free. Large trial steps also predict the memory of the largest step.
 
     Raises:
         SettingsError: the largest step does not fit.
@@ -92,8 +92,8 @@ def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
 def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Chunk]:
     """Return a step that takes at least as much memory as any step that the scheduler may plan.
 
-    It has the maximum number of tokens and of sampled rows. Its first chunk ends the longest context, with about the
-    minimum number of rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the
+    The step has the maximum number of tokens and of sampled rows. Its first chunk ends the longest context, with about
+    the minimum number of rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the
     copies of scores take considerable memory there.
 
     Args:

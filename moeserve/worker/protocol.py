@@ -25,12 +25,12 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     show_progress: bool = False  # show the progress of loading on a terminal
     epoch: int = 0  # number of recoveries before
     num_blocks: int | None = None  # KV cache blocks of each rank; None: as many as there is room for
-    # The index of the rank's replica when the engine started. It names processes, which keep their names when replicas
-    # are left out and the others are counted anew. None: it is the index in the config.
+    # The index of the rank's replica when the engine started. Processes are named after this index, so that they keep
+    # their names when replicas are left out and the others are numbered anew. None: the index in the config.
     seat: int | None = None
-    agents: tuple[AgentAddress | None, ...] = ()  # of the hosts of all ranks that the engine had at the start
+    agents: tuple[AgentAddress | None, ...] = ()  # agents of the hosts of all ranks at the engine's start
     worker_group: str = ""  # name of the worker group for agents
-    host: str = ""  # of the rank, if it is another one than that of the engine
+    host: str = ""  # host of the rank, if the engine runs on another host
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
             config=config,
             rank=rank,
             show_progress=self.show_progress and rank == self.rank,
-            agents=(),  # which have the key
+            agents=(),  # agents contain the key
             host=agent.host if agent else "",
         )
 
@@ -122,7 +122,7 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True):
     """A `CacheGroup` as a message."""
 
     kind: CacheKind
-    numbers: list[int]  # the fields of its rule
+    numbers: list[int]  # the fields of the group's rule
     num_places: int
 
     @classmethod
@@ -139,14 +139,14 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
     num_blocks: int  # number of KV cache blocks, the same on all ranks
     store: StoreFacts = StoreFacts()
-    address: str = ""  # "host:port" at which other engines can read its KV cache items; empty: they cannot
+    address: str = ""  # "host:port" at which other engines can read the rank's KV cache items; empty: none can
     other_groups: list[GroupFacts] = []  # cache groups after the first; the same on all ranks
-    file_hashes: tuple[tuple[str, str], ...] = ()  # of the checkpoint's files; see `hash_files`
+    file_hashes: tuple[tuple[str, str], ...] = ()  # hashes of the checkpoint's files; see `hash_files`
     epoch: int = 0
 
 
 class Faulted(msgspec.Struct, frozen=True, tag="faulted"):
-    """Message of a rank that another rank has failed. It waits for `Rejoin`."""
+    """Message of a rank that another rank has failed. The sender then waits for `Rejoin`."""
 
     epoch: int
     report: FailureReport

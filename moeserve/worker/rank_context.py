@@ -23,11 +23,11 @@ class RankContext:
     max_blocks: int  # maximum number of blocks of one request
     device: torch.device
     overlap: OverlapLimits = OverlapLimits()
-    rules: CacheRules = CacheRules()  # of the model's cache groups
+    rules: CacheRules = CacheRules()  # rules of the model's cache groups
     logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def with_all_groups(self, step: StepInputs) -> StepInputs:
-        """Return a step of the first cache group with tables and state rows of all others, to which it writes nothing.
+        """Return a step of the first cache group, extended by tables and state rows of all other groups for no writes.
 
         Tables are as large as those of the first group.
         """

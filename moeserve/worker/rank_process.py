@@ -27,7 +27,7 @@ from moeserve.worker.worker import PendingRound, Worker
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_MEET = 300.0  # until all ranks have joined
+SECONDS_TO_MEET = 300.0  # maximum time until all ranks have joined
 SECONDS_BETWEEN_LOOKS = 2e-4  # interval between checks if a GPU has finished the only round
 
 
@@ -111,7 +111,7 @@ class RankLoop:
         try:
             self._worker = rejoin(self._worker, start)
             self._start = start
-        except (RuntimeError, OSError) as error:  # another rank has failed, or this recovery was given up
+        except (RuntimeError, OSError) as error:  # another rank has failed, or this recovery was abandoned
             self._leave(DistributedError(str(error)))
         else:
             self._begin()
@@ -127,7 +127,7 @@ def rejoin(worker: Worker, start: RankStart) -> Worker:
     """Drop all connections and requests of a worker, and connect it in another epoch. Collective: all ranks.
 
     Returns:
-        The worker, or if there are fewer replicas another one with its weights and caches.
+        The worker, or if there are fewer replicas a new worker with the same weights and caches.
     """
     set_phase(Phase.LOADING)
     progress_records.begin_epoch(start.epoch)

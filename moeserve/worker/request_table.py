@@ -25,15 +25,15 @@ class RequestState:
 
     token_ids: list[int]  # prompt and output; see UNKNOWN_TOKEN
     num_prompt_tokens: int
-    num_blocks: int  # number of blocks in its row of each block table
+    num_blocks: int  # number of blocks in the request's row of each block table
     params: RequestParams
     seed: int
     end_token_ids: list[int]
     forced_routes: bytes = b""  # see `Request`
     matcher: Matcher | None = None  # matcher of params.grammar, only on the rank that samples, after its first sample
-    state_row: int = -1  # row of the state before its next token; -1: zeros
-    own_state_row: int = -1  # row to which its chunks write the state after them
-    history: TokenHistory | None = None  # its tokens, only on a rank that drafts by n-grams
+    state_row: int = -1  # row of the state before the next token; -1: zeros
+    own_state_row: int = -1  # row to which the request's chunks write their final state
+    history: TokenHistory | None = None  # the request's tokens, only on a rank that drafts by n-grams
     first_computed: int | None = None  # first position that was computed here, only on a rank that drafts by modules
 
     @property
@@ -42,7 +42,7 @@ class RequestState:
 
     @property
     def has_spec(self) -> bool:
-        """True if sampling its tokens needs more than its settings; see `SampleSpec`."""
+        """True if sampling needs more than the settings of the request; see `SampleSpec`."""
         params = self.params
         return bool(params.changes_scores or params.logprobs is not None or (params.min_tokens and self.end_token_ids))
 

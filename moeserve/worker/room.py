@@ -7,8 +7,8 @@ from moeserve.errors import SettingsError
 from moeserve.kv.layer_cache import CacheNeeds
 from moeserve.machine import free_memory, shown_bytes
 
-BYTES_PER_REQUEST = 512  # of a rank's and a scheduler's tables for a running request, without its blocks and states
-BYTES_PER_BLOCK = 4  # of an entry of a block table
+BYTES_PER_REQUEST = 512  # bytes of a rank's and a scheduler's tables for a running request, without blocks and states
+BYTES_PER_BLOCK = 4  # bytes of an entry of a block table
 
 
 def require_room(config: EngineConfig, needs: CacheNeeds, free: int) -> None:

@@ -21,7 +21,8 @@ from moeserve.worker.request_table import Chunk
 
 
 class RouteBuffer:
-    """Memory into which the routers of a rank write the experts of each token. Also passes forced experts to them.
+    """Memory into which the routers of a rank write the experts of each token. Also passes forced experts to the
+    routers.
 
     The address of the memory never changes, so captured steps can write to it too. L: layers of the rank's stage.
     """
@@ -71,7 +72,7 @@ def route_buffer_of(config: EngineConfig, model: RankModel) -> RouteBuffer | Non
 
 
 def routes_of_copies(config: EngineConfig, num_blocks: int) -> RouteStore | None:
-    """Return memory for the routes of blocks that are copied to a store or other engines; None if none are."""
+    """Return memory for the routes of blocks that are copied to a store or other engines; None if no blocks are."""
     store, routes = config.store, config.experts.routes
     if routes is None or not (store.kv_folder or store.kv_host_memory or store.kv_transfer_address):
         return None

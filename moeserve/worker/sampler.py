@@ -27,8 +27,9 @@ from moeserve.sampling_params import RequestParams
 from moeserve.worker.grammars import AllowedTokens
 from moeserve.worker.request_table import RequestState
 
-# R rows of logits that are processed together, W fields of SAMPLING_SETTINGS, N tokens of a row whose log-probabilities
-# are returned, A adjusted rows, B bytes with a bit for each token
+# L sampled rows of logits, R rows that are processed together, V tokens of the vocabulary, W fields of
+# SAMPLING_SETTINGS, N tokens of a row whose log-probabilities are returned, A adjusted rows, B bytes with a bit for
+# each token
 
 Array: TypeAlias = npt.NDArray[Any]
 Upload: TypeAlias = Callable[[Sequence[Array]], list[Tensor]]  # returns arrays on the device
@@ -48,7 +49,7 @@ class SampleSpec:
     barred_token_ids: Sequence[int] = ()  # stop tokens, while below min_tokens; ends of bad words that have begun
     prompt_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
     output_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
-    forced_token_id: int | None = None  # the only token that may come
+    forced_token_id: int | None = None  # the only allowed token
     allowed: AllowedTokens | None = None  # tokens that the request's grammar allows; None: it has no grammar
 
     @property
@@ -207,8 +208,8 @@ def prompt_logprobs(
 ) -> list[Tensor]:
     """Return log-probabilities of each row's target and of its `params.prompt_logprobs` most likely tokens.
 
-    The result has NUM_PROMPT_TENSORS tensors, which `prompt_rows` reads. Processed log-probabilities of a prompt have
-    its temperature, and no other sampling parameter changes them.
+    The result has NUM_PROMPT_TENSORS tensors, which `prompt_rows` reads. Processed log-probabilities of a prompt depend
+    on the temperature, but on no other sampling parameter.
     """
     assert logits_RV.shape[0] == len(targets_R), f"{logits_RV.shape[0]} rows of logits for {len(targets_R)} targets"
     rows_R = torch.arange(len(targets_R), device=logits_RV.device)
@@ -353,7 +354,7 @@ def _logprob_columns(
 
 
 def _process(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
-    """Change scores in place to those from which a token is drawn, but for the temperature.
+    """Change scores in place to those from which a token is drawn, before they are divided by the temperature.
 
     Forced tokens do not bar the others, so the log-probability of a forced token is that of drawing it. Waits on the
     host for requests with `min_p`, `top_k` or `top_p`.
@@ -385,7 +386,7 @@ def _columns_of_piece(
     numbers_RN = numbers_RV.gather(1, tokens_RN).float()
     scores_RN = scores_RV.gather(1, tokens_RN)
     target_ranks_R1 = 1 + (scores_RV > scores_RN[:, :1]).sum(dim=-1, keepdim=True)
-    # Negated, the scores rise, and the rank of a token follows from the place of the first one with its score.
+    # The negated scores ascend, and the rank of a token is given by the first token with an equal score.
     rising_RH = -scores_RN[:, 1:]
     top_ranks_RH = 1 + torch.searchsorted(rising_RH, rising_RH)
     return tokens_RN, numbers_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)

@@ -1,6 +1,7 @@
 """Fewer threads while a container may use fewer cores than when its rank started.
 
-With more threads than a quota allows, all of them are stopped for the rest of each period of it, 100 ms by default.
+With more threads than a quota allows, the system stops all threads for the rest of each period of the quota, 100 ms by
+default.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ThreadCount:
     ) -> None:
         """
         Args:
-            most: the number of threads with all cores of the start.
+            most: number of threads while all cores of the start may be used.
             cores: returns the number of cores that may be used now.
             now: returns seconds.
         """
@@ -38,7 +39,8 @@ class ThreadCount:
         set_num_threads(most)
 
     def update(self, prepare_thread: Callable[[], None]) -> None:
-        """Look at the cores if some seconds have passed, and change the number of threads if it should be another.
+        """Check the usable cores if some seconds have passed since the last check, and adapt the number of threads to
+        them.
 
         Called between steps.
 

@@ -89,7 +89,7 @@ class Worker:
     """The worker of a rank, which holds a part of a model. All ranks have the same number of KV cache blocks."""
 
     _loaded: LoadedModel
-    _caches: list[Any]  # of each block of the model
+    _caches: list[Any]  # the cache of each block of the model
     runner: ModelRunner
 
     @torch.inference_mode()
@@ -102,11 +102,11 @@ class Worker:
         num_blocks: int | None = None,
         before: Worker | None = None,
     ) -> None:
-        """Load and prepare everything. Collective: all ranks, of which some may call `rejoin` instead.
+        """Load the model and prepare everything. Collective: all ranks, of which some may call `rejoin` instead.
 
         Args:
             num_blocks: KV cache blocks of each rank; None: as many as there is room for on all ranks.
-            before: the worker of this rank in a layout with more replicas, whose weights and caches this one takes.
+            before: the worker of this rank in a layout with more replicas, whose weights and caches this worker takes.
         """
         self.config, self.groups = config, groups
         self._threads = ThreadCount(config.compute.num_threads)
@@ -159,7 +159,7 @@ class Worker:
         """Continue in new groups, without requests. New ranks call the constructor. Collective: all ranks.
 
         Args:
-            connected: groups of the same ranks. The worker has left its own.
+            connected: groups of the same ranks. The worker has left its own groups.
         """
         started = time.monotonic()
         self.groups = self.groups.reconnected(connected)
@@ -170,7 +170,7 @@ class Worker:
         self._begin()
 
     def _begin(self) -> None:
-        """Make what depends on requests and rounds: there are none yet."""
+        """Make the objects that depend on requests and rounds, of which there are none yet."""
         config, model, context = self.config, self._loaded.model, self._context
         loads = {index: layer.load for index, layer in model.moe_layers.items()}
         self.load_meter = LoadMeter(loads, self.groups, self._loaded.expert_store)
@@ -192,8 +192,8 @@ class Worker:
         self._finished_s = 0.0  # when the last step was finished
 
     def drop_steps(self) -> None:
-        """Release what runs steps, because another worker will take the weights and caches. This one runs no more."""
-        self.__dict__.pop("runner", None)  # there is none if another worker has failed to take them
+        """Release what runs steps: another worker takes the weights and caches, and this worker runs no more."""
+        self.__dict__.pop("runner", None)  # there is none if another worker has failed to take over
         self._previous = None
 
     def _count_blocks(
@@ -221,13 +221,13 @@ class Worker:
         """Return the cache of each block of the model."""
         places = Places(self._groups_of_tables(config, model), num_states_of(config))
         caches = model.make_caches(places)
-        if model.context.backend.needs_finite_caches:  # a library's kernel may multiply values behind a context by zero
+        if model.context.backend.needs_finite_caches:  # a library's kernel may multiply values after a context by zero
             for cache in caches:
                 cache.clear()
         return caches
 
     def _other_groups(self, config: EngineConfig, model: RankModel) -> list[GroupFacts]:
-        """Log the sizes of all cache groups, and return those besides the first."""
+        """Log the sizes of all cache groups, and return all groups except the first."""
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.cache.block_size)
         groups = [*self._groups_of_tables(config, model)[1:]]
         if (states := model.cache_needs.rules.rows) is not None:
@@ -277,7 +277,8 @@ class Worker:
 
     def prepare_thread(self) -> None:
         """Prepare the calling thread for steps: torch's number of threads is set for each calling thread."""
-        # Torch does little beside the C++ kernels, and its threads would take the cores from theirs while they spin.
+        # Torch does little beside the C++ kernels, and its threads would take cores from the kernels' threads while
+        # they spin.
         has_kernels = self.runner.model.context.backend.native is not None
         torch.set_num_threads(1 if has_kernels else self._threads.number)
 

@@ -1,1 +1,1 @@
-"""The places from which a rank's weights can come, in a file each."""
+"""Sources of a rank's weights, one in each file."""

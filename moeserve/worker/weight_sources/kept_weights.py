@@ -28,8 +28,8 @@ from moeserve.worker.weight_sources.source import LoadedModel, WeightTarget
 class KeptWeights:
     """A `WeightSource`: the model of the layout before, and the experts that this rank takes over (`hand_over`).
 
-    Both models share memory afterwards. That of the layout before stays complete, so that it can be a source again if
-    this recovery fails.
+    Both models share memory afterwards. The model of the layout before stays complete, so that it can be a source again
+    if this recovery fails.
     """
 
     before: WeightTarget  # its weights are loaded
@@ -46,7 +46,7 @@ class KeptWeights:
         self._require_memory(target, taken)
         kept = rows_of_experts(self.before.model)
         panels, parameters = state_places(model)
-        known = panels.keys() | parameters.keys()  # without those of layers of which this rank had no expert
+        known = panels.keys() | parameters.keys()  # without tensors of layers of which this rank had no expert
         state = {name: bytes_of(tensor) for name, tensor in packed_state(self.before.model).items() if name in known}
         for layer, names in sizes_of_experts(model).items():
             for name, (num_slots, num_bytes) in names.items() if taken[layer] else ():
@@ -70,7 +70,7 @@ class KeptWeights:
         return LoadedModel(model)
 
     def _num_kept(self, index: int) -> int:
-        """Return the number of slots that this rank had in a layer, by the layer's place among those with experts."""
+        """Return the number of slots that this rank had in a layer, by the layer's index among layers with experts."""
         return len(self.before.placements[index].logical_of_slot[self._rank])
 
     @property
@@ -91,7 +91,7 @@ class KeptWeights:
             yield LostExperts(self.before, holder, [each.get(holder, ()) for each in sources])
 
     def _require_memory(self, target: WeightTarget, taken: dict[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError if the experts that are taken over do not fit, beside a copy of them and one layer."""
+        """Raise CheckpointError if the experts that are taken over, a copy of them, and one layer do not fit."""
         sizes = sizes_of_experts(target.model)
         bytes_of_slot = {layer: sum(num_bytes for _, num_bytes in names.values()) for layer, names in sizes.items()}
         taken_bytes = sum(len(experts) * bytes_of_slot.get(layer, 0) for layer, experts in taken.items())
@@ -105,7 +105,7 @@ class KeptWeights:
 
 
 def _move(model: nn.Module, name: str, rows: Tensor) -> None:
-    """Make a packed model use these bytes for the tensor of this name in `packed_state`, which are equal."""
+    """Make a packed model use `rows`, which have equal bytes, as the tensor of this name in `packed_state`."""
     module, _, part = name.rpartition(".")
     if part == "panels":
         weights = weights_of(model)[module]

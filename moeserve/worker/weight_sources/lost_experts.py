@@ -27,9 +27,9 @@ Rows = Mapping[str, Tensor]  # by name of a tensor of `packed_state`: [experts, 
 
 @dataclass(frozen=True)
 class LostExperts:
-    """Experts that one rank held in the layout before, by layer with experts of the model."""
+    """Experts that one rank held in the layout before, for each of the model's layers with experts."""
 
-    before: WeightTarget  # of the rank that takes them over
+    before: WeightTarget  # weights of the rank that takes the experts over
     holder: int  # index in the ep group
     experts: Sequence[Sequence[int]]
 
@@ -37,7 +37,7 @@ class LostExperts:
         """Return the model of the rank that held the experts, without memory.
 
         Args:
-            only_these: without its other experts.
+            only_these: without the other experts of that rank.
         """
         model, groups = self.before.model, self.before.model.groups
         context = dataclasses.replace(
@@ -67,7 +67,7 @@ class ExpertSource(Protocol):
     """A place from which lost experts can come."""
 
     def load(self, lost: LostExperts) -> Rows | None:
-        """Return the packed weights of the experts, layer by layer in their order. None: they are not there."""
+        """Return the packed weights of the experts, layer by layer in their order; None if this source lacks them."""
         ...
 
 
@@ -97,7 +97,7 @@ class PackedExperts:
 
 
 class CheckpointExperts:
-    """An `ExpertSource`: the tensors of the checkpoint. Only those of these experts are read."""
+    """An `ExpertSource`: the tensors of the checkpoint. Only tensors of the lost experts are read."""
 
     def load(self, lost: LostExperts) -> Rows:
         target = lost.target(only_these=True)
@@ -125,7 +125,7 @@ def rows_of_experts(model: Decoder) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each layer's experts, [experts, bytes] each, by the name of the layer and their own name.
 
     Args:
-        model: its experts are packed.
+        model: a model whose experts are packed.
     """
     state = packed_state(model)
     return {
@@ -140,7 +140,10 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def sizes_of_experts(model: Decoder) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return the numbers of experts and of bytes of each tensor of `rows_of_experts`, of a model without memory."""
+    """Return, for each tensor of `rows_of_experts`, the number of experts and the bytes of one.
+
+    The model has no memory.
+    """
     panels, parameters = state_places(model)
     sizes = {name: (weights.shape[0], weights.num_packed_bytes) for name, weights in panels.items()}
     sizes |= {name: (parameter.shape[0], parameter.nbytes) for name, parameter in parameters.items() if parameter.ndim}
@@ -155,7 +158,7 @@ def sizes_of_experts(model: Decoder) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def moes_of(model: Decoder) -> list[tuple[int, str, MoELayer]]:
-    """Return this rank's layers that have experts here: place among all layers with experts, name, and layer."""
+    """Return the layers with experts of this rank: index among all layers with experts, name, and layer."""
     own = model.config.of_stage(range(model.config.num_sparse_layers), model.stage)
     layers = [block.network.moe for block in model.blocks if block.network.moe is not None]
     names = {layer: name for name, layer in moe_layers(model).items()}

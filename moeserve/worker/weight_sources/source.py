@@ -30,7 +30,7 @@ class WeightTarget:
 
     config: EngineConfig
     description: Description
-    placements: Sequence[Placement]  # of all layers with experts
+    placements: Sequence[Placement]  # placements of all layers with experts
     model: Decoder
     checkpoint: Checkpoint
     show_progress: bool = False
@@ -61,11 +61,11 @@ class LoadedModel:
     """A model with its weights."""
 
     model: RankModel
-    target: WeightTarget | None = None  # of this model; None: transformers runs it
+    target: WeightTarget | None = None  # target of this model; None: transformers runs it
     mapped_bytes: int = 0  # size of weights that are mapped from a file
-    checker: CacheChecker | None = None  # of these weights
+    checker: CacheChecker | None = None  # checker of these weights
     expert_store: CpuExpertStore | None = None  # None: all experts are in memory
-    file_hashes: FileHashes = ()  # of the checkpoint's files; empty for random weights
+    file_hashes: FileHashes = ()  # hashes of the checkpoint's files; empty for random weights
     updates: WeightUpdates | None = None  # None: no trainer may update the weights
 
 
@@ -79,7 +79,7 @@ class WeightSource(Protocol):
             None if this source does not have these weights. The model is then as it was.
 
         Raises:
-            CheckpointError: the source has them, but they cannot be used.
+            CheckpointError: the source has the weights, but they cannot be used.
         """
         ...
 

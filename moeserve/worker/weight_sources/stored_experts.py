@@ -1,4 +1,4 @@
-"""`StoredExperts`: weights of which experts are read from a file while the model runs."""
+"""`StoredExperts`: weights whose experts are read from a file while the model runs."""
 
 from __future__ import annotations
 
