@@ -37,18 +37,18 @@ class AnswerSyntax(Protocol):
 
     @property
     def reasoning(self) -> tuple[str, str] | None:
-        """The markers around reasoning; None if the family does not mark it in this way."""
+        """The markers around reasoning; None if the family marks reasoning in another way or not at all."""
 
     def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
         """Read one answer to its end."""
 
 
 class AnswerParser:
-    """The parser of one answer, which may be fed in pieces of any size without changing the sum of the deltas.
+    """The parser of one answer. The pieces in which it is fed do not change the sum of its deltas.
 
     No text raises an error. White space next to a marker belongs to the format and is dropped. Everything else that
     does not parse as reasoning or a tool call becomes content, including markers. A call is reported as soon as its
-    name is known; if the call turns out to be malformed later, it ends there, and the text that follows is content.
+    name is known. If the rest of a reported call is malformed, the call ends there, and the text after it is content.
     """
 
     def __init__(self, syntax: AnswerSyntax, options: ParserOptions, new_id: Callable[[], str]) -> None:
@@ -61,14 +61,14 @@ class AnswerParser:
 
         Args:
             text: the text added by the latest tokens.
-            token_ids: these tokens. Present families are parsed from the text alone.
+            token_ids: the latest tokens. All present families are parsed from the text alone.
         """
         self._reader.feed(text)
         next(self._steps, None)
         return self._outlet.take()
 
     def finish(self) -> ParsedDelta:
-        """Return the text that was held back. No text may follow."""
+        """Return the text that was held back. No text may be fed after this call."""
         self._reader.has_ended = True
         next(self._steps, None)
         return self._outlet.take()
@@ -76,7 +76,7 @@ class AnswerParser:
 
 @dataclass(frozen=True)
 class MarkedAnswer:
-    """Reasoning between two markers, then content with tool calls, each of which begins with a marker.
+    """Reasoning between two markers, then content and tool calls. Each call begins with a marker.
 
     A call also ends reasoning whose end marker is missing.
 
@@ -84,7 +84,7 @@ class MarkedAnswer:
         reasoning: the markers around reasoning, which comes first; None: no reasoning.
         call: the format of a tool call; None: no tool calls.
         section: the markers around the section of all calls; None: calls are not in a section.
-        dropped: markers around content.
+        dropped: markers that are removed from the content.
     """
 
     reasoning: tuple[str, str] | None
@@ -109,7 +109,7 @@ class MarkedAnswer:
             return
 
         types = ParameterTypes(options.tools)
-        ends: tuple[str, ...] = ()  # end markers of the open parts
+        ends: tuple[str, ...] = ()  # end markers of calls and sections that are still open
         while True:
             if marker is None:
                 marker = yield from reader.until(begins + ends, content)
@@ -133,11 +133,11 @@ class MarkedAnswer:
     def _read_reasoning(
         self, reader: Reader, outlet: Outlet, options: ParserOptions, content: Trimmed
     ) -> Step[str | None]:
-        """Read the reasoning, if there is any. If a call ends it, return the marker that begins the call."""
+        """Read the reasoning, if there is any. If a call ends the reasoning, return the marker that begins the call."""
         assert self.reasoning is not None
         begin, end = self.reasoning
         reader.record()
-        has_begun = (yield from reader.accept(begin)) is not None  # may also repeat a marker from the prompt
+        has_begun = (yield from reader.accept(begin)) is not None  # also accept a repetition of the prompt's marker
         start = reader.stop_record()
         if not has_begun and not options.starts_in_reasoning:
             content(start)

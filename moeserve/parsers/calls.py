@@ -13,7 +13,7 @@ from moeserve.parsers.reader import Reader, Step
 _NAME = re.compile(r"[\w.:/-]*")  # characters allowed in a function's name
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
-_OTHER_KEYS = {"tool_name": "name", "args": "arguments", "tool_call_id": "id"}  # of Cohere and Inkling
+_OTHER_KEYS = {"tool_name": "name", "args": "arguments", "tool_call_id": "id"}  # Cohere's and Inkling's keys
 
 
 class CallSyntax(Protocol):
@@ -31,16 +31,17 @@ class CallSyntax(Protocol):
     def end(self) -> str: ...
 
     def read(self, reader: Reader, outlet: Outlet, types: ParameterTypes) -> Step[bool]:
-        """Read a call, from after its begin marker. Return False if it is malformed before its end marker.
+        """Read a call that begins after its begin marker. Return False if the call is malformed before its end marker.
 
-        The caller records the text, and turns the recorded text into content if the call fails. Recording stops as soon
-        as a call has been started, because the text after that becomes its arguments.
+        The caller records the text, and turns the recorded text into content if the call is malformed. This method
+        stops
+        the recording as soon as it has started a call, because the text after that becomes the call's arguments.
         """
 
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """Objects with the keys "name" and "arguments", one after another or in a list."""
+    """Calls as JSON objects with the keys "name" and "arguments", one after another or in a list."""
 
     begin: str
     end: str = ""
@@ -61,12 +62,12 @@ class JsonCalls:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """The function's name, then the arguments as JSON. Objects as in `JsonCalls` may take the place of both.
+    """A call as the function's name, then the arguments as JSON; or objects as in `JsonCalls` instead of both.
 
     Attributes:
         name_begin: an optional marker before the name.
         id_begin: a marker between the name and the call's id; both marker and id are optional.
-        name_in_id: a regular expression whose first group is the name, if the call's id takes the name's place.
+        name_in_id: a regular expression whose first group is the name, if the call has an id in place of a name.
         arguments_begin: the marker before the arguments.
         arguments_end: the marker after the arguments; empty: none.
     """
@@ -111,7 +112,7 @@ class NamedCall:
 
 @dataclass(frozen=True)
 class TaggedCall:
-    """The function's name, then its parameters as plain text. Objects as in `JsonCalls` may take the place of both.
+    """A call as the function's name, then parameters as plain text; or objects as in `JsonCalls` instead of both.
 
     Attributes:
         name_end: the marker after the name; empty: the begin of a parameter or the end of the call ends the name.
@@ -119,7 +120,7 @@ class TaggedCall:
         key_end: the markers between the name of a parameter and its value.
         value_end: the marker after a value.
         has_value_lines: values are on separate lines.
-        flags: the markers after `key_end`, of a value that is a string, and of one that is JSON; empty: none.
+        flags: the markers after `key_end` for a value that is a string, and for a value that is JSON; empty: no flags.
     """
 
     begin: str
@@ -154,7 +155,7 @@ class TaggedCall:
         return marker is not None
 
     def _read_parameter(self, reader: Reader, outlet: Outlet, types: ParameterTypes, function: str) -> Step[bool]:
-        """Read a parameter, from after its begin marker. If the text ends within it, its JSON text stays incomplete."""
+        """Read a parameter after its begin marker. If the text ends within the parameter, its JSON stays incomplete."""
         key_end, *further = self.key_end
         pieces: list[str] = []
         found = yield from reader.until((key_end,), pieces.append)
@@ -177,7 +178,7 @@ class TaggedCall:
 
 
 def read_name(reader: Reader) -> Step[str]:
-    """Return the following characters that are allowed in a name; empty if there are none."""
+    """Read and return the next characters that are allowed in a name; empty if there are none."""
     pieces: list[str] = []
     yield from reader.peek()
     yield from reader.run(_NAME, pieces.append)
@@ -185,7 +186,7 @@ def read_name(reader: Reader) -> Step[str]:
 
 
 def _read_object(reader: Reader, outlet: Outlet) -> Step[bool]:
-    """Read an object with a name and arguments. Return False if there is none; its text is then being recorded."""
+    """Read an object with a name and arguments. Return False if it is malformed; its text is then being recorded."""
     yield from reader.accept("{")
     texts: dict[str, str] = {}  # values read before the call is started
     name = None
@@ -225,7 +226,7 @@ def _read_object(reader: Reader, outlet: Outlet) -> Step[bool]:
 
 
 def _object_text(value: str) -> str | None:
-    """Return the JSON text of arguments: of an object, of null, or of a string that holds the text of an object."""
+    """Return the JSON text of arguments that are an object, null, or a string that holds an object; otherwise None."""
     text = decoded(value) if value.startswith('"') else value
     if text in ("null", ""):
         return "{}"

@@ -1,4 +1,4 @@
-"""The results of a parser, and the `Outlet` that collects them during parsing."""
+"""The results of a parser, and the `Outlet` that collects them while text is parsed."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class _Call:
 
 
 class Outlet:
-    """Collects the parts of an answer until the next delta is taken."""
+    """Collects the parts of an answer until `take` returns them as a delta."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.num_calls = 0
-        self.last_name = ""  # of the last call
+        self.last_name = ""  # name of the last call
         self._new_id = new_id
         self._ids: set[str] = set()
         self._content: list[str] = []
@@ -61,7 +61,7 @@ class Outlet:
         self._reasoning.append(text)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call. It gets a new id if the model wrote none, or repeated that of an earlier call."""
+        """Begin a call. A call gets a new id if the model wrote no id, or repeated the id of an earlier call."""
         if not call_id or call_id in self._ids:
             call_id = self._new_id()
         self._ids.add(call_id)
@@ -76,7 +76,7 @@ class Outlet:
         self._calls[-1].pieces.append(text)
 
     def take(self) -> ParsedDelta:
-        """Return the parts collected since the last call."""
+        """Return the parts collected since the last call of `take`."""
         calls = tuple(ToolCallDelta(call.index, call.id, call.name, "".join(call.pieces)) for call in self._calls)
         delta = ParsedDelta("".join(self._content), "".join(self._reasoning), calls)
         self._content, self._reasoning, self._calls = [], [], []
@@ -84,7 +84,7 @@ class Outlet:
 
 
 class Trimmed:
-    """Writes text without the white space at its end, which may belong to a following marker."""
+    """Writes text, but holds back white space at its end, which is dropped if a marker follows."""
 
     def __init__(self, write: Callable[[str], None], *, strips_start: bool = False) -> None:
         """
@@ -107,7 +107,7 @@ class Trimmed:
             self._space.append(text[end:])
 
     def after_marker(self) -> None:
-        """Drop the white space around a marker that has been read."""
+        """Drop the white space before and after a marker that has just been read."""
         self._space = []
         self._strips_start = True
 
@@ -118,7 +118,7 @@ class Trimmed:
 
 
 class Messages:
-    """The texts of messages of one kind, separated by line breaks."""
+    """The texts of several messages of one kind (content or reasoning), separated by line breaks."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -126,7 +126,7 @@ class Messages:
         self._is_new = False
 
     def begin(self) -> Trimmed:
-        """Return a sink for a message's text."""
+        """Begin a message, and return the sink for its text."""
         self._is_new = self._has_text
         return Trimmed(self.write, strips_start=True)
 

@@ -40,7 +40,7 @@ class ForcedCalls:
     """The text of an answer that consists only of tool calls, for a grammar that forces a model to call functions.
 
     The text is `begin`, then calls joined by `separator`, then `end`. A call is `before_name`, the name of the
-    function, `before_arguments`, its arguments as JSON, and `after_arguments`.
+    function, `before_arguments`, the arguments as JSON, and `after_arguments`.
 
     Attributes:
         separator: the text between two calls; None if an answer has only one call.
@@ -60,12 +60,13 @@ class ParserFamily:
     """Models that share an answer format.
 
     Attributes:
-        name: name of the family in the setting that selects it.
+        name: name of the family in the setting that selects a parser.
         syntax: the answer format.
+        forced_calls: the text of answers that a grammar restricts to tool calls.
         template_marks: texts that all occur in a chat template of this family.
-        model_types: model types in config.json, which are used if the template has the marks of no family.
-        keeps_special_tokens: markers are special tokens: detokenize with skip_special_tokens=False.
-        stop_tokens: tokens that end an answer in addition to those that the checkpoint names.
+        model_types: model types in config.json, used if no family's marks occur in the template.
+        keeps_special_tokens: markers are special tokens, so detokenize with skip_special_tokens=False.
+        stop_tokens: tokens that end an answer, in addition to the tokens that the checkpoint names.
         new_id: returns an id for a call to which the model gave none.
     """
 
@@ -80,7 +81,7 @@ class ParserFamily:
 
     @property
     def reasoning(self) -> tuple[str, str] | None:
-        """The markers around reasoning; None if the family does not mark it in this way."""
+        """The markers around reasoning; None if the family marks reasoning in another way or not at all."""
         return self.syntax.reasoning
 
     def starts_in_reasoning(self, prompt: str) -> bool:
@@ -108,13 +109,13 @@ class ParserFamily:
 
 
 def find_parser(name: str | None, *, model_type: str, chat_template: str | None) -> ParserFamily:
-    """Return the family with a name, or the family of a checkpoint if the name is None.
+    """Return the parser family named `name`; if this is None, the family of a checkpoint.
 
-    The family of a checkpoint that is not known is hermes, whose format `template_messages` describes to the model.
+    For an unknown checkpoint, this is hermes, whose format `template_messages` describes to the model.
 
     Args:
         model_type: the model type in config.json.
-        chat_template: the chat template of the checkpoint, or the one that replaces it.
+        chat_template: the checkpoint's chat template, or the template that replaces it.
 
     Raises:
         SettingsError: no family has this name.
@@ -144,7 +145,7 @@ def _by_name(*families: ParserFamily) -> dict[str, ParserFamily]:
 
 
 def _hunyuan(suffix: str) -> dict[str, ParserFamily]:
-    """Return the families of Hy3 and Hy4, whose checkpoints may have a suffix in the names of all tags."""
+    """Return the families of Hy3 and Hy4. In some of their checkpoints, the names of all tags have a suffix."""
     section = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>")
     begin, end, separator = f"<tool_call{suffix}>", f"</tool_call{suffix}>", f"<tool_sep{suffix}>"
 
@@ -173,7 +174,7 @@ def _hunyuan(suffix: str) -> dict[str, ParserFamily]:
 
 
 def _dsml(name: str, section: str) -> ParserFamily:
-    """Return a family of DeepSeek that writes calls as elements, in a section of this name."""
+    """Return a DeepSeek family that writes calls as XML-like elements, in a section with the tag `section`."""
     return ParserFamily(
         name=name,
         syntax=MarkedAnswer(
@@ -259,7 +260,7 @@ FAMILIES = _by_name(
         model_types=("gemma4", "gemma4_text"),
         keeps_special_tokens=True,
     ),
-    # Command A and Cohere2 MoE. Newer ones have START_TEXT in place of START_RESPONSE.
+    # Command A and Cohere2 MoE. Newer models have START_TEXT in place of START_RESPONSE.
     ParserFamily(
         name="cohere",
         syntax=MarkedAnswer(
@@ -396,7 +397,7 @@ FAMILIES = _by_name(
         model_types=("kimi_k2",),
         keeps_special_tokens=True,
     ),
-    # `[TOOL_CALLS][{...}]`, and since version 11 of the tokenizer `[TOOL_CALLS]name[ARGS]{...}`.
+    # `[TOOL_CALLS][{...}]`, or since version 11 of the tokenizer `[TOOL_CALLS]name[ARGS]{...}`.
     ParserFamily(
         name="mistral",
         syntax=MarkedAnswer(
@@ -445,7 +446,7 @@ FAMILIES = _by_name(
         model_types=("minimax_m1",),
     ),
 )
-# Further names of families, most of them those of parsers in vLLM.
+# Additional names of families. Most of them are vLLM's names of parsers.
 OTHER_NAMES = {
     "cohere_command3": "cohere",
     "cohere_command4": "cohere",

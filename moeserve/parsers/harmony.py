@@ -1,7 +1,7 @@
 """The answers of gpt-oss, which consist of messages in channels, a format that OpenAI calls harmony.
 
-Messages are found by the text of their markers. OpenAI's package openai-harmony parses token ids instead. It downloads
-its vocabulary file at its first use, so it does not work without a network.
+Messages are found by the text of their markers. OpenAI's package openai-harmony was not used, because it parses token
+ids and downloads a vocabulary file at its first use, which needs a network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeserve.parsers.reader import Reader, Step, drop
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _SPACES = re.compile(r"\s+")
-# Matches a header with each run of white space replaced by one space. Lengths are bounded, to bound the matching time.
+# Matches a header whose runs of white space have been replaced by single spaces. Bounded lengths bound the time.
 _RECIPIENT = r"(?:to=(?:functions\.)?(?P<{}>[\w.:/-]{{1,256}}))? ?"
 _HEADER = re.compile(
     r"(?:<\|start\|>)? ?(?:assistant)? ?"
@@ -32,9 +32,9 @@ _HEADER = re.compile(
 class HarmonyAnswer:
     """A sequence of messages, each a header and a text. The prompt ends within the header of the first message.
 
-    A message with a recipient is a tool call, one in the channel "analysis" is reasoning, and all others are content.
-    So are reasoning and calls that are not to be parsed. Headers are dropped. A line break separates messages of a
-    kind.
+    A message with a recipient is a tool call, a message in the channel "analysis" is reasoning, and all others are
+    content. Reasoning and calls that the options leave unparsed are content too. Headers are dropped. A line break
+    separates messages of the same kind.
     """
 
     reasoning: tuple[str, str] | None = None

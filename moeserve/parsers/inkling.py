@@ -1,4 +1,4 @@
-"""The answers of Inkling, which consist of messages, each with a marker of its kind."""
+"""The answers of Inkling, which consist of messages. A marker gives the kind of a message."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from moeserve.parsers.reader import Reader, Step, drop
 
 MESSAGE, THINKING, TEXT = "<|message_model|>", "<|content_thinking|>", "<|content_text|>"
 CALL = "<|content_invoke_tool_json|>"
-_OTHERS = ("<|content_invoke_tool_text|>", "<|content_tool_error|>")  # shown as text
+_OTHERS = ("<|content_invoke_tool_text|>", "<|content_tool_error|>")  # kinds that are shown as text
 _ENDS = ("<|end_message|>", "<|content_model_end_sampling|>")
 _KINDS = (THINKING, TEXT, CALL, *_OTHERS)
-_NAME = re.compile(r"[\w.:/-]*")  # a call may have its function's name before the marker of its kind, too
+_NAME = re.compile(r"[\w.:/-]*")  # function name that may precede the marker of a call
 
 
 @dataclass(frozen=True)
 class InklingAnswer:
-    """A sequence of messages. The prompt ends with the marker of the first message, or that and the one of its kind.
+    """A sequence of messages. The prompt ends with the first message's begin marker, or also its kind's marker.
 
-    Reasoning and calls that are not to be parsed are content. Markers are dropped. A line break separates messages of
-    a kind.
+    Reasoning and calls that the options leave unparsed are content. Markers are dropped. A line break separates
+    messages
+    of the same kind.
     """
 
     reasoning: tuple[str, str] | None = None

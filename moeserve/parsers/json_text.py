@@ -1,7 +1,7 @@
 """Reads JSON from an answer, and converts between JSON and the text of parameters.
 
-While text is read, only its structure is checked: strings and matching brackets. Everything in between is passed on as
-the model has written it.
+While a value is read, only its structure is checked: strings and matching brackets. The text between them is passed on
+as the model has written it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _IN_STRING = re.compile(r'[^"\\]*')
 _OUTSIDE_STRINGS = re.compile(r"[ \t\r\n0-9A-Za-z+.,:-]*")
 _SCALAR = re.compile(r"[0-9A-Za-z+.-]*")
 _CLOSING = {"{": "}", "[": "]"}
-_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}  # some templates render them this way
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}  # some templates render values in this way
 
 
 def read_value(reader: Reader, sink: Sink) -> Step[bool]:
     """Pass on the text of one JSON value. Return True if the value is complete.
 
-    Return False if the text has ended, or if its next character cannot be part of the value.
+    Return False if the answer ends within the value, or if the next character cannot be part of the value.
     """
     open_brackets: list[str] = []
     first = yield from reader.peek()
@@ -61,7 +61,7 @@ def read_string(reader: Reader) -> Step[str | None]:
 
 
 def decoded(text: str) -> str | None:
-    """Return the value of a quoted text; None if it is not a JSON string or its value is not valid Unicode."""
+    """Return the value of a JSON string; None if the text is not a JSON string or its value is not valid Unicode."""
     if not text.startswith('"'):
         return None
     try:
@@ -92,13 +92,14 @@ class ParameterTypes:
                 self._schemas[function.get("name")] = function.get("parameters")
 
     def to_json(self, function: str, *path: str, text: str) -> str:
-        """Return the JSON text of a parameter's value, or of a value in it.
+        """Return the JSON text of a parameter's value, or of a value nested in a parameter.
 
-        A text that is valid JSON of a type other than string is returned unchanged if the parameter's schema allows
-        that type or does not allow strings. Every other text becomes a JSON string.
+        If `text` is valid JSON of a type other than string, it is returned unchanged if the schema allows this type or
+        does not allow strings. Every other text is returned as a JSON string.
 
         Args:
-            path: the parameter, and the names of values within it. Any name stands for an item of a list.
+            path: the parameter's name, then the names of nested values. Any name stands for an item of a list.
+            text: the value as the model has written it.
         """
         types = self._types(function, path)
         if types == {"string"}:
@@ -113,7 +114,7 @@ class ParameterTypes:
         return literal
 
     def _types(self, function: str, path: Sequence[str]) -> set[str]:
-        """Return the types that the schema of a value allows; empty if it does not restrict them."""
+        """Return the types that the schema of the value at `path` allows; empty if any type is allowed."""
         root = schema = self._schemas.get(function)
         for name in path:
             properties = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -176,7 +177,7 @@ def _reject(constant: str) -> NoReturn:
 
 
 def _read_string(reader: Reader, sink: Sink) -> Step[bool]:
-    """Pass on a JSON string, whose opening quotation mark is next. Return True if the string is complete."""
+    """Pass on a JSON string, beginning at its opening quotation mark. Return True if the string is complete."""
     yield from reader.character(sink)
     while True:
         character = yield from reader.run(_IN_STRING, sink)

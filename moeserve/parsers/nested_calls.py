@@ -1,4 +1,4 @@
-"""Tool call formats whose parameters are nested: Gemma's notation of values, and elements within elements."""
+"""Tool call formats whose parameters are nested: Gemma's notation of values, and MiniMax's nested elements."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moeserve.parsers.reader import Reader, Sink, Step
 
 _UNQUOTED = re.compile(r"[^,:{}\[\]<]*")  # keys and scalars
 _CLOSING = {"{": "}", "[": "]"}
-MAX_DEPTH = 64  # of values in values: a reader of a value calls itself
+MAX_DEPTH = 64  # maximum nesting of values, because methods that read values are recursive
 
 
 @dataclass(frozen=True)
 class NotationCall:
-    """`call:name{key:<|"|>text<|"|>,other:[1,{a:true}]}`, as Gemma 4 writes calls.
+    """A call such as `call:name{key:<|"|>text<|"|>,other:[1,{a:true}]}`, the notation of Gemma 4.
 
-    Objects as in `JsonCalls` may take the place of it.
+    Objects as in `JsonCalls` are accepted instead.
 
     Attributes:
         name_begin: the marker before the name.
@@ -102,16 +102,15 @@ class NotationCall:
 
 @dataclass(frozen=True)
 class ElementCall:
-    """The function's name, then an element for each parameter, which may consist of elements: MiniMax-M3.
+    """A call as the function's name, then an element for each parameter, which may have nested elements (MiniMax-M3).
 
-    Elements of one name, all of them called `item`, are a list; others are an object. Objects as in `JsonCalls` may
-    take the place of all this.
+    If all nested elements are named `item`, they form a list; otherwise, they form an object.
 
     Attributes:
         prefix: the text before each tag `<key>` and `</key>`.
         name_begin: the tag before the name.
         name_end: the text after the name.
-        last: the tag behind the parameters.
+        last: the tag after the parameters.
     """
 
     prefix: str
@@ -163,7 +162,7 @@ class ElementCall:
     def _read_element(
         self, reader: Reader, path: tuple[str, ...], to_json: Callable[[tuple[str, ...], str], str]
     ) -> Step[str | None]:
-        """Return the JSON text of an element, read from after its tag; None if the text ends or is malformed."""
+        """Return the JSON text of an element, read after its tag; None if the text ends or is malformed."""
         texts: list[str] = []
         children: dict[str, list[str]] = {}
         while True:
@@ -184,7 +183,7 @@ class ElementCall:
         text = "".join(texts)
         if not children:
             return to_json(path, text)
-        if text.strip():  # beside elements
+        if text.strip():  # text beside nested elements
             children.setdefault("$text", []).append(quoted(text.strip()))
         lists = {name: f"[{', '.join(values)}]" for name, values in children.items()}
         if lists.keys() == {"item"}:

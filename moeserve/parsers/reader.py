@@ -1,4 +1,4 @@
-"""`Reader`: text that arrives in pieces, read by generators that pause while they need more."""
+"""`Reader`: text that arrives in pieces. Parsers are generators that pause until more text arrives."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SPACE = re.compile(r"\s*")
 
 
 def drop(text: str) -> None:
-    """Discard text. A sink."""
+    """Discard text. For use as a sink."""
 
 
 class Reader:
     """The text of an answer that has arrived so far.
 
-    A parser is a generator. It calls the methods below with `yield from`; they pause until they can decide, or until
-    the text has ended. Text is read once, from start to end. A method that passes text to a sink does so as early as
-    possible: it holds back only text that may begin a marker.
+    A parser is a generator that calls the methods below with `yield from`. A method pauses until it has enough text to
+    decide, or until the text has ended. Text is read once, from start to end. Methods pass text to a sink as early as
+    possible. They hold back only text that may begin a marker.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Reader:
         self._position = 0
 
     def record(self, first: str = "") -> None:
-        """Start to record the text that is read, with `first` before it. If already recording, continue that record."""
+        """Start to record the text that is read. Record `first` before it. If already recording, continue."""
         if self._record is None:
             self._record = []
         self._record.append(first)
@@ -50,7 +50,7 @@ class Reader:
         return text
 
     def until(self, markers: tuple[str, ...], sink: Sink) -> Step[str | None]:
-        """Pass on the text before the first marker, and read the marker. Return it; None if the text ends first."""
+        """Pass on the text before the first marker, then read and return the marker; None if there is no marker."""
         while True:
             start, stop = _find(markers, self._text, self._position)
             self._read(start, sink)
@@ -63,7 +63,7 @@ class Reader:
             yield
 
     def accept(self, *options: str) -> Step[str | None]:
-        """Read white space, and then one of the options if it follows. Return the option; None if none follows."""
+        """Read white space, and one of `options` if it follows. Return the option; None if no option follows."""
         yield from self.peek()
         longest = max(map(len, options))
         while True:
@@ -77,14 +77,14 @@ class Reader:
             yield
 
     def peek(self) -> Step[str]:
-        """Read white space. Return the next character without reading it; "" at the end."""
+        """Read white space. Return the next character without reading it; "" at the end of the text."""
         return (yield from self.run(_SPACE, drop))
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Step[str]:
         """Pass on the characters that a pattern matches. Return the next character without reading it; "" at the end.
 
         Args:
-            pattern: a repeated set of characters, so that it matches the text however it is divided into pieces.
+            pattern: a repeated set of characters, such as `[a-z]*`, whose matches do not depend on how text is divided.
         """
         while True:
             match = pattern.match(self._text, self._position)
@@ -112,7 +112,7 @@ class Reader:
 
 
 def _find(markers: tuple[str, ...], text: str, position: int) -> tuple[int, int]:
-    """Return start and end of the first marker; without one, twice the position of text that may begin a marker."""
+    """Return start and end of the first marker. Without a marker, return the start of a possible marker, twice."""
     pattern, longest, first_characters = _search_table(markers)
     match = pattern.search(text, position)
     if match is not None:
@@ -127,6 +127,6 @@ def _find(markers: tuple[str, ...], text: str, position: int) -> tuple[int, int]
 
 @functools.lru_cache(maxsize=256)
 def _search_table(markers: tuple[str, ...]) -> tuple[re.Pattern[str], int, frozenset[str]]:
-    """Return a pattern for the markers, the length of the longest, and the set of their first characters."""
+    """Return a pattern that matches the markers, the length of the longest marker, and all first characters."""
     pattern = re.compile("|".join(map(re.escape, markers)))
     return pattern, max(map(len, markers)), frozenset(marker[0] for marker in markers)

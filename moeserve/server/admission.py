@@ -13,28 +13,29 @@ from moeserve.server.errors import ApiError, shutting_down
 from moeserve.telemetry.request_stats import LONG_S, Histogram
 
 MAX_RETRY_AFTER_S = 60
-RATE_WINDOW = 64  # number of finished outputs over which their rate is measured
+RATE_WINDOW = 64  # number of finished outputs over which the rate of finished outputs is measured
 
 
 class Admission:
     """Admits as many outputs as the engine can run at once. Others wait, and clients get equal shares of the capacity.
 
-    Start-time fair queueing (Goyal, Vin and Cheng, 1996): a client's next request is tagged with the number of outputs
-    that the client was granted since clients began to wait, and the lowest tag is served next. A new client starts with
-    the tag that was served last.
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996): the tag of a client's next request is the number of outputs
+    that the client was granted since clients began to wait. The lowest tag is served next. A new client starts with the
+    tag that was served last.
     """
 
     def __init__(self, max_running: Callable[[], int], max_waiting: int) -> None:
         """
         Args:
-            max_running: returns the maximum number of running outputs; beyond it, requests wait. A request is admitted
-                with all of its outputs.
-            max_waiting: maximum number of outputs that wait.
+            max_running: returns the maximum number of running outputs. At this number, further requests wait. A request
+                is admitted with all of its outputs.
+            max_waiting: maximum number of waiting outputs.
         """
         self._max_running, self._max_waiting = max_running, max_waiting
         self.num_running = 0
         self.num_waiting = 0
-        # By client, ordered by their last turns. Only clients with a waiting request are listed.
+        # Number of outputs and future of each waiting request, by client. Only clients with waiting requests are
+        # listed.
         self._queues: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._tags: dict[str, int] = {}  # the tag of each client's next request
         self._served_tag = 0
@@ -84,7 +85,7 @@ class Admission:
             )
 
     def close(self) -> None:
-        """Refuse further requests, and end those that wait."""
+        """Refuse further requests, and end waiting requests with an error."""
         self.is_closed = True
         for queue in self._queues.values():
             for _, turn in queue:
@@ -114,12 +115,12 @@ class Admission:
             raise
 
     def admit_waiting(self) -> None:
-        """Admit waiting requests while there is capacity, always the next of the client with the lowest tag."""
+        """Admit waiting requests while there is capacity, each time one of the client with the lowest tag."""
         while self._queues and self._has_room():
             client = min(self._queues, key=self._tags.__getitem__)
             queue = self._queues[client]
             num_outputs, turn = queue[0]
-            if turn.done():  # cancelled; its own task removes it
+            if turn.done():  # cancelled; the request's own task removes it
                 return
             queue.popleft()
             self._served_tag = self._tags[client]
@@ -135,7 +136,7 @@ class Admission:
         return self.num_running < self._max_running()
 
     def _retry_after_s(self) -> int:
-        """Return the seconds until about half of the queue has been served, at the recent rate of finished outputs."""
+        """Return the estimated seconds until half of the queue is served, at the recent rate of finished outputs."""
         if len(self._ends) < 2:
             return 1
         rate = (len(self._ends) - 1) / max(time.monotonic() - self._ends[0], 1e-3)

@@ -1,7 +1,7 @@
 """Several HTTP processes for one engine.
 
-The engine runs in the process that starts them, which forwards requests and tokens; see `engine/hub.py`. All HTTP
-processes listen on one port, and the operating system distributes connections between them.
+The process that starts the HTTP processes runs the engine, and forwards requests and tokens; see `engine/hub.py`. All
+HTTP processes listen on one port, and the operating system distributes connections between them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def serve_from_processes(settings: ServerSettings, for_engine: Settings) -> None
     """Start the engine in this process and the HTTP processes, and run them until SIGTERM or Ctrl-C.
 
     Raises:
-        SettingsError, CheckpointError, EngineError: as for `serve`; also EngineError if HTTP processes fail repeatedly.
+        SettingsError, CheckpointError, EngineError: as for `serve`. HTTP processes that fail repeatedly are an
+            EngineError.
     """
     assert settings.served_model_name is not None
     name = settings.served_model_name[0]
@@ -69,7 +70,7 @@ def serve_from_processes(settings: ServerSettings, for_engine: Settings) -> None
                 f"API process {index}",
                 _Start(settings=settings, engine=engine),
                 ToHub,
-                # The same environment as ranks have, so that one fork server starts both.
+                # Use the same environment as ranks have, so that one fork server starts both.
                 environment=environment_of_rank(engine.config, usable_cores()),
             )
             processes.append(process)
@@ -79,7 +80,7 @@ def serve_from_processes(settings: ServerSettings, for_engine: Settings) -> None
             hub = EngineHub(started.engine, started.observer, start_api_process, settings.api_server_count)
 
             def hand_over() -> None:
-                """End the server of the time of loading when another process listens."""
+                """Stop answering while the model is loading, as soon as an HTTP process listens."""
                 hub.has_listener.wait()
                 loading.close()
                 if not hub.has_ended:
@@ -100,7 +101,7 @@ def serve_from_processes(settings: ServerSettings, for_engine: Settings) -> None
 
 
 def run(parent: Parent) -> None:
-    """Serve HTTP from this process."""
+    """Run an HTTP process."""
     start = parent.config(_Start)
     drains: SimpleQueue[bool] = SimpleQueue()  # values of `Drain.at_once`
     engine = RemoteEngine(parent.channel(FromHub), start.engine, drains.put)
@@ -108,7 +109,7 @@ def run(parent: Parent) -> None:
     threading.Thread(target=_send_progress, args=(engine, is_listening), daemon=True).start()
     texts = read_texts(engine.config)
     is_first = start.engine.index == 0
-    # The statistics of each process are those of all, so one process logs them.
+    # The statistics of each process cover all processes, so only one process logs them.
     settings = start.settings if is_first else dataclasses.replace(start.settings, log_stats_interval=0.0)
 
     def others() -> list[Totals]:
@@ -126,7 +127,7 @@ def run(parent: Parent) -> None:
 
 
 def _send_progress(engine: RemoteEngine, is_listening: threading.Event) -> None:
-    """Send at intervals that this process is starting, until it listens."""
+    """Report at intervals that this process is starting. Once it listens, report this, and return."""
     engine.send_progress(listens=False)
     while not is_listening.wait(SECONDS_BETWEEN_TOTALS):
         engine.send_progress(listens=False)
@@ -148,7 +149,7 @@ def _watch(server: DrainingServer, service: Service, engine: RemoteEngine, drain
 
 
 def _listening(settings: ServerSettings) -> socket.socket:
-    """Return a socket that listens beside those of other processes."""
+    """Return a socket that listens on the server's port beside the sockets of other processes."""
     listener = _bound(settings.host, settings.port)
     listener.listen(2048)
     return listener

@@ -72,7 +72,7 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     """Return the application that serves one model.
 
     Args:
-        budget: for the bytes of bodies in flight.
+        budget: budget for the bytes of request bodies in flight.
     """
     hosts = hosts_for(settings.host, settings.allowed_host, has_keys=keys.are_required)
 
@@ -88,7 +88,7 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     app = FastAPI(
         title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None, lifespan=admitting
     )
-    # Routes are tried in order, and those that clients use most come first.
+    # Routes are tried in order, so the routes that clients use most come first.
     _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     _add_status_routes(app, service, statistics)
     add_operator_routes(app, service, keys)
@@ -234,7 +234,7 @@ def _invalid_body(error: RequestValidationError) -> ApiError:
 def _path(location: Sequence[int | str], body: Any, *, ends_in_new_field: bool) -> list[str]:
     """Return the path of an error in the body, without the union branches that pydantic includes in locations.
 
-    The names of these branches are those of classes, so no field has them. A null is left out as if it were not there.
+    Pydantic names union branches by classes, and no field has such a name. A null counts as a missing field.
     """
     path = []
     for part in location:

@@ -15,13 +15,13 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """One block, as generated so far."""
+    """One block of an answer, as generated so far."""
 
     index: int
     kind: Kind
-    text: str = ""  # for a call: its arguments as JSON
+    text: str = ""  # of a call: the arguments as JSON
     call_id: str = ""
-    name: str = ""  # for a call: name of the function
+    name: str = ""  # of a call: the name of the function
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
 
@@ -36,7 +36,7 @@ class BlockEvent:
 
 @dataclass
 class Turn:
-    """The single output of a turn, as generated so far."""
+    """An answer with a single output, as generated so far."""
 
     blocks: list[Block] = field(default_factory=list)
     finish_reason: str | None = None
@@ -48,7 +48,7 @@ class Turn:
 
 
 async def block_events(deltas: AsyncGenerator[TurnDelta, None], turn: Turn) -> AsyncGenerator[BlockEvent, None]:
-    """Yield the events of a turn, and update `turn`. An answer without text or calls has no blocks."""
+    """Yield the events of an answer, and update `turn`. An answer without text or calls has no blocks."""
     num_unread = 0  # tokens whose text is held back or is part of a marker
     async with contextlib.aclosing(deltas):
         async for delta in deltas:

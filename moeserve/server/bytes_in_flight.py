@@ -1,4 +1,4 @@
-"""`BytesInFlight`: one budget for the bytes of unfinished requests, over all connections."""
+"""`BytesInFlight`: one budget, for all connections, of the bytes of requests that arrive or are parsed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BytesInFlight:
 
 
 class Holding:
-    """The bytes that one request holds. They count until `release`."""
+    """The bytes that one request holds. They count against the budget until `release` is called."""
 
     def __init__(self, budget: BytesInFlight, refuse: Callable[[ApiError], None]) -> None:
         """
@@ -29,10 +29,10 @@ class Holding:
         budget.unfinished.add(self)
 
     def grow(self, num_bytes: int) -> None:
-        """Add bytes.
+        """Add bytes to this request.
 
         Raises:
-            ApiError: there are too many bytes, and no other unfinished request holds more of them.
+            ApiError: the budget is exceeded, and no other unfinished request holds more bytes than this one.
         """
         budget = self._budget
         self.num_bytes += num_bytes
@@ -51,11 +51,11 @@ class Holding:
             largest._refuse(error)
 
     def finish(self) -> None:
-        """Note that the request has arrived. From now on, no other request ends it."""
+        """Note that the request has arrived completely. From now on, no other request can end it."""
         self._budget.unfinished.discard(self)
 
     def release(self) -> None:
-        """Subtract the bytes, because nothing holds them any more."""
+        """Return the request's bytes to the budget."""
         self.finish()
         self._budget.num_bytes -= self.num_bytes
         self.num_bytes = 0

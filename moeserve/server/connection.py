@@ -1,6 +1,6 @@
-"""`Connection`: a client's HTTP connection, whose request heads are bounded in bytes and time.
+"""`Connection`: a client's HTTP connection. The head of a request is limited in bytes and time.
 
-uvicorn parses with httptools, which has no limit on URLs, headers, trailers and chunk extensions. Therefore this class
+uvicorn parses with httptools, which does not limit URLs, headers, trailers and chunk extensions. Therefore this class
 counts the bytes that are not the body of a request.
 """
 
@@ -16,11 +16,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from moeserve.server.bytes_in_flight import BytesInFlight, Holding
 from moeserve.server.errors import ApiError, error_answer
 
-MAX_HEAD_BYTES = 64 * 2**10  # of the request line and headers, and of the trailers
+MAX_HEAD_BYTES = 64 * 2**10  # bytes of request line and headers, and of trailers
 MAX_HEADERS = 256
 MAX_IN_PIPELINE, MAX_BYTES_IN_PIPELINE = 16, 64 * 2**10  # requests that may arrive before the previous one is answered
-MAX_DISCARDED_BYTES = 64 * 2**20  # of a body whose request has already been answered
-HEAD_TIMEOUT_S = 60.0  # from a connection's beginning, or a later request's first byte, to the end of its head
+MAX_DISCARDED_BYTES = 64 * 2**20  # bytes of a body that arrive after the request was answered
+HEAD_TIMEOUT_S = 60.0  # from a connection's beginning, or a later request's first byte, to the end of the head
 UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
@@ -35,8 +35,8 @@ class _Refused(Exception):
 class Connection(HttpToolsProtocol):
     """A client's connection.
 
-    Three rules differ from uvicorn's. Heads have limits. An offer to upgrade to another protocol is ignored, and its
-    request is served. A client that disconnects is noticed also if it has already sent a further request.
+    Three rules differ from uvicorn's. Heads have limits. An offer to upgrade to another protocol is ignored, and the
+    request is served. A disconnected client is noticed even if it has already sent a further request.
     """
 
     def __init__(
@@ -44,20 +44,20 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         """
         Args:
-            budget: for the bytes of unfinished heads.
-            args, options: those of uvicorn.
+            budget: budget for the bytes of unfinished heads.
+            args, options: arguments of uvicorn's class.
         """
         super().__init__(*args, **options)
         self._budget, self._head_timeout_s = budget, head_timeout_s
-        self._holding: Holding | None = None  # of an unfinished head
+        self._holding: Holding | None = None  # bytes of an unfinished head
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_in_head = True
         self._is_upgrade = False  # the request offers to upgrade; its head is parsed again without the offer
-        self._head_bytes = 0  # of the request line, the headers and the trailers that are complete
-        self._bytes_in_part = 0  # received since the parser has completed a head or a piece of the body
+        self._head_bytes = 0  # bytes of the complete request line, headers and trailers
+        self._bytes_in_part = 0  # bytes received since the parser completed a head or a piece of the body
         self._discarded_bytes = 0
         self._bytes_in_pipeline = 0
-        self._running: RequestResponseCycle | None = None  # the request that the application answers
+        self._running: RequestResponseCycle | None = None  # the request that the application is answering
 
     # Methods that the transport calls.
 
@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
         self._release()
         running = self._running
         if running is not None and not running.response_complete:
-            running.disconnected = True  # uvicorn only tells the request that came last
+            running.disconnected = True  # uvicorn notifies only the request that came last
             running.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
@@ -131,7 +131,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._add_head_bytes(len(name) + len(value) + 4)
-        if not self._is_in_head:  # a trailer, which means nothing to any endpoint
+        if not self._is_in_head:  # a trailer, which no endpoint uses
             return
         if len(self.headers) == MAX_HEADERS:
             raise _Refused(ApiError(431, f"the request has more than {MAX_HEADERS} headers"))
@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol):
             raise _Refused(_head_too_large())
 
     def _hold(self) -> None:
-        """Count the bytes of a head that is still unfinished."""
+        """Count the bytes of an unfinished head against the budget."""
         if not self._is_in_head or not self._bytes_in_part:
             return
         if self._holding is None:
@@ -215,13 +215,13 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _end_late_head(self) -> None:
-        if not self._bytes_in_part:  # a connection without a request
+        if not self._bytes_in_part:  # no request has begun
             self.transport.close()
             return
         self._refuse(ApiError(408, f"the request's head did not arrive within {self._head_timeout_s:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error, unless the application is sending a response, and close the connection."""
+        """Send an error response, unless the application is sending a response. Then close the connection."""
         self._stop_head_timer()
         self._release()
         if self.transport.is_closing():
@@ -238,7 +238,7 @@ class Connection(HttpToolsProtocol):
 
 
 async def _send_unframed(cycle: RequestResponseCycle, send: Any, message: Any) -> None:
-    """Send a response to an HTTP/1.0 client, which knows no chunks: the end of the connection ends the body."""
+    """Send a response to an HTTP/1.0 client, which does not support chunks. Closing the connection ends the body."""
     if message["type"] == "http.response.start":
         if any(name.lower() == b"content-length" for name, _ in message["headers"]):
             cycle.send = send  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Content of messages in forms that only some providers know, as text."""
+"""Converts contents of messages that only some providers support to text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _as_text(value: Any) -> Any:
 def _as_parts(content: Any) -> Any:
     if content is None or isinstance(content, str):
         return content
-    if isinstance(content, list):  # a list that is too long is refused by its type
+    if isinstance(content, list):  # the field's type refuses a list that is too long
         return content if len(content) > LIMITS.max_parts else [_as_part(part) for part in content]
     is_part = isinstance(content, dict) and content.get("type") in (*PART_TYPES, *MEDIA_TYPES)
     return [content] if is_part else _as_text(content)
@@ -34,15 +34,15 @@ def _as_part(part: Any) -> Any:
     return part if part is None or isinstance(part, dict) else {"type": "text", "text": _as_text(part)}
 
 
-# A text of a history. Other values of JSON, which the client cannot take back, are rendered as JSON.
+# A text in a conversation's history. Clients cannot correct a history, so other JSON values are rendered as JSON text.
 HistoryText = Annotated[str, BeforeValidator(_as_text)]
-# Marks a content, a text or a list of parts. A single part stands for a list, a text in a list for a part, and another
-# object or value for its JSON.
+# Marks a content, which is a text or a list of parts. Other forms are accepted: a single part for a list of one, a text
+# for a part in a list, and any other object or value, which is rendered as JSON.
 ANY_CONTENT = BeforeValidator(_as_parts)
 
 
 def found_text(content: Any) -> str:
-    """Return the texts of any content, one a line; an empty text if there are none."""
+    """Return the texts in any content, one per line; empty if there are none."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
@@ -51,5 +51,5 @@ def found_text(content: Any) -> str:
 
 
 def omitted(kind: str) -> str:
-    """Return the text that stands for a part of this type, such as a picture, in the result of a tool."""
+    """Return the text that replaces a part of this type, such as a picture, in the result of a tool."""
     return f"[{kind[:100]} omitted: the model reads texts only]"

@@ -1,4 +1,4 @@
-"""Decompression of request bodies, in pieces: a small body can inflate to gigabytes."""
+"""Decompression of request bodies in pieces, because a small body can inflate to gigabytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import zstandard
 from moeserve.server.errors import ApiError
 
 PIECE_BYTES = 2**18
-MAX_WINDOW_BYTES = 2**23  # of zstd, as RFC 8878 recommends for decoders
+MAX_WINDOW_BYTES = 2**23  # maximum zstd window, as RFC 8878 recommends for decoders
 ACCEPTED = "gzip, deflate, zstd"
 
 
 def inflated(body: bytes | bytearray, encoding: str) -> Iterator[bytes]:
-    """Yield the pieces of a compressed body, each of at most `PIECE_BYTES`.
+    """Yield the pieces of a decompressed body, each of at most `PIECE_BYTES` bytes.
 
     Args:
         encoding: value of the header Content-Encoding.
 
     Raises:
-        ApiError: the encoding is not supported, or the body does not have it.
+        ApiError: the encoding is not supported, or the body is not in this encoding.
     """
     name = encoding.strip().lower()
     if name in ("gzip", "x-gzip", "deflate"):
@@ -38,7 +38,7 @@ def inflated(body: bytes | bytearray, encoding: str) -> Iterator[bytes]:
 
 
 def _zlib_pieces(body: bytes | bytearray) -> Iterator[bytes]:
-    inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)  # the header says if it is gzip or zlib
+    inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detect gzip or zlib from the header
     rest: bytes | bytearray = body
     while not inflater.eof:
         piece = inflater.decompress(rest, PIECE_BYTES)

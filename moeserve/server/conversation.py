@@ -1,4 +1,4 @@
-"""A turn of a conversation, in the form that all chat APIs share: messages, tools, and the model's answer."""
+"""One turn of a conversation, in a form that all chat APIs share: messages, tools, and the model's answer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from moeserve.structured_outputs import StructuredOutputsParams
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 MAX_TOOL_NAME = 64  # characters, as in OpenAI's chat completions
-LONG_TOOL_NAME = 128  # as in Anthropic's API, and the Responses API
-TOKENS_OF_MARKER = 16  # number of last prompt tokens searched for the opening marker of reasoning
+LONG_TOOL_NAME = 128  # in Anthropic's API and the Responses API
+TOKENS_OF_MARKER = 16  # number of last prompt tokens in which to search for the opening marker of reasoning
 
 
 def with_object(fields: Any, name: str) -> Any:
-    """Return the fields of a tool. A schema that is not an object, such as PHP's `[]`, is empty unless it is strict."""
+    """Return the fields of a tool. A schema that is no object, such as PHP's `[]`, becomes {} if it is not strict."""
     if (
         not isinstance(fields, dict)
         or fields.get("strict") is True
@@ -73,14 +73,14 @@ class Conversation:
 
     messages: list[dict[str, Any]]  # in OpenAI's format
     field_of_messages: str = "messages"  # name of the request's field, for error messages
-    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # by their fields in the request
+    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # tools by the path of their field in the request
     max_tool_name: int = MAX_TOOL_NAME
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    has_parallel_calls: bool = True  # False: the answer has only the first call
+    has_parallel_calls: bool = True  # False: only the first call of an answer is returned
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True  # end the prompt with the tokens that begin an answer
     continue_final_message: bool = False  # continue the last message instead of beginning an answer
-    chat_template: str | None = None  # a template of the request
+    chat_template: str | None = None  # chat template in the request
     with_reasoning: bool = True  # return the model's reasoning
     outputs: StructuredOutputsParams | None = None  # required format of the content
 
@@ -89,8 +89,9 @@ class Conversation:
         """The functions that the model may call.
 
         Raises:
-            ApiError: a tool has an invalid name; or tool_choice names a function that is not among the tools, or
-                requires a call although there are none.
+            ApiError: a tool has an invalid name, tool_choice names a function that is not among the tools, or
+                tool_choice
+                requires a call although there are no tools.
         """
         for name_of_field, tool in self.tools.items():
             name = tool.function.name
@@ -116,10 +117,10 @@ class Conversation:
         return functions
 
     async def prompt(self, service: Service, client: Client) -> list[int]:
-        """Render the conversation once it is the client's turn.
+        """Wait for the client's turn, and render the conversation as token ids.
 
         Raises:
-            ApiError: there is no chat template, it refuses the conversation, or too many conversations wait.
+            ApiError: there is no chat template, the template refuses the conversation, or too many conversations wait.
         """
         async with service.preparation.admitted(client.name, 1):
             return await self._render(service)
@@ -139,7 +140,7 @@ class Conversation:
 
     @contextlib.contextmanager
     def prompt_errors(self) -> Iterator[None]:
-        """Make errors about the prompt name the field of the request that it was made from."""
+        """In errors about the prompt, name the field of the request from which the prompt was made."""
         try:
             yield
         except ApiError as error:
@@ -164,7 +165,7 @@ class TurnDelta:
 async def turn_deltas(
     service: Service, client: Client, conversation: Conversation, params: SamplingParams, cache_salt: str | None
 ) -> AsyncGenerator[TurnDelta, None]:
-    """Answer a conversation. Yield new parts of the outputs.
+    """Answer a conversation. Yield each new part of an output.
 
     Raises:
         ApiError: the conversation cannot be served, or the engine failed.
@@ -230,10 +231,11 @@ async def _generate(
     """Generate with the first form of the functions whose grammar can be built and compiled.
 
     Args:
-        restricted: returns the sampling parameters with the grammar of functions.
+        forms: forms of `functions`, the most restrictive first; see `grammar_forms`.
+        restricted: returns the sampling parameters with a grammar for a form of the functions.
 
     Raises:
-        ApiError: as for `Service.generate`, with the first form. It names the strict function that is the cause.
+        ApiError: as for `Service.generate`, with the first form. If a strict function is the cause, the error names it.
     """
     refusal: ApiError | None = None
     for form in forms:
@@ -286,7 +288,7 @@ class _OutputParser:
         )
 
     def parsed(self, output: CompletionOutput) -> ParsedDelta:
-        """Parse the new part of an output."""
+        """Return the content, reasoning and tool calls in the new part of an output."""
         delta = self._parser.feed(output.text, output.token_ids)
         if output.finish_reason is not None:
             rest = self._parser.finish()

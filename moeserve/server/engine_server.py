@@ -16,7 +16,7 @@ from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
 from moeserve.server.tracing import open_tracing
 
-OTHER_CONNECTIONS = 4096  # number of connections without running or waiting outputs
+OTHER_CONNECTIONS = 4096  # number of connections allowed beyond those with running or waiting outputs
 
 
 def open_service(
@@ -51,6 +51,6 @@ def open_service(
 
 
 def _render_once(service: Service) -> None:
-    """Start the process that renders chat templates, and compile the template, before the first request needs them."""
+    """Start the template process and compile the chat template before the first request needs it."""
     with contextlib.suppress(MoeserveError):
         service.llm.chat_prompt([{"role": "user", "content": ""}], chat_template=service.chat_template)

@@ -1,4 +1,4 @@
-"""Error responses: their status, and their format in OpenAI's and Anthropic's APIs."""
+"""Error responses: HTTP status, and format in OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECONDS_UNTIL_RESTART = 10
 
 
 class ApiError(Exception):
-    """A request that gets an error response."""
+    """An error that a request is answered with."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ApiError(Exception):
             status: HTTP status, one of `TYPE_OF_STATUS`.
             param: name of the invalid parameter.
             code: stable name of the error, for programs.
-            anthropic: fields of the error in Anthropic's format that its clients evaluate.
+            anthropic: further fields of the error in Anthropic's format, which clients of this API evaluate.
         """
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
@@ -77,7 +77,7 @@ class ApiError(Exception):
 
 
 class PromptKept(Exception):
-    """A request has ended after its prompt, which the engine keeps for another one. Every API responds with 200."""
+    """A request has ended after its prompt, whose KV cache the engine keeps for another engine. The status is 200."""
 
     def __init__(self, kv_transfer_params: dict[str, Any] | None) -> None:
         """
@@ -89,7 +89,7 @@ class PromptKept(Exception):
 
 
 def shutting_down() -> ApiError:
-    """Return the response to requests that arrive, wait or still run when the server shuts down."""
+    """Return the error for requests that arrive, wait or run while the server shuts down."""
     return ApiError(503, "the server is shutting down", headers={"Retry-After": str(SECONDS_UNTIL_RESTART)})
 
 
@@ -100,7 +100,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_answer(error: ApiError, path: str) -> JSONResponse:
-    """Return an error response in the format of the API that has this path."""
+    """Return an error response, in the format of the API to which the path belongs."""
     body = anthropic_body(error) if path.startswith(ANTHROPIC_PATH) else error.body
     return JSONResponse(body, error.status, error.headers)
 
@@ -108,7 +108,7 @@ def error_answer(error: ApiError, path: str) -> JSONResponse:
 def api_error(error: MoeserveError) -> ApiError:
     """Return the error for a request that the engine refused or could not finish.
 
-    The text of an engine failure appears only in the server's log, because it may name paths and addresses of the host.
+    An engine failure's text is only logged, because it may contain paths and addresses of the host.
     """
     match error:
         case PromptTooLongError():  # clients of Anthropic's API recognise these words, and shorten the conversation
@@ -152,7 +152,7 @@ async def _answer_failure(request: Request, error: Exception) -> Response:
     return error_answer(ApiError(500, "the request failed; the server's log says why"), request.url.path)
 
 
-# Handlers for an application, by the errors that they handle.
+# Exception handlers of an application, by type of error.
 EXCEPTION_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
     ApiError: _answer_api_error,
     MoeserveError: _answer_moeserve_error,

@@ -1,4 +1,4 @@
-"""`Hosts`: the host names that requests may have.
+"""`Hosts`: the host names that requests may address.
 
 A web page can let its own name resolve to 127.0.0.1 (DNS rebinding), and then read responses of a server on the machine
 of its visitor. Such requests have the page's name in their Host header.
@@ -15,17 +15,17 @@ LOCAL_NAMES = frozenset(["host.docker.internal"])  # names of this machine that 
 
 
 class Hosts:
-    """Accepts addresses, names that were set, and those that no one can register: without a dot, or of this machine."""
+    """Accepts IP addresses, allowed names, and names that no one can register: without a dot, or of this machine."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         """
         Args:
-            allowed: further host names.
+            allowed: additional host names.
         """
         self._allowed = frozenset(name.lower().rstrip(".") for name in allowed)
 
     def require(self, headers: Mapping[str, str]) -> None:
-        """Raise ApiError for a request to another host."""
+        """Raise ApiError if the Host header names a host that is not accepted."""
         name = host_name(headers.get("host", ""))
         if "." not in name or name.endswith(".localhost") or name in LOCAL_NAMES | self._allowed or _is_address(name):
             return
@@ -43,11 +43,11 @@ def host_name(host: str) -> str:
 
 
 def hosts_for(address: str, allowed: Iterable[str] | None, *, has_keys: bool) -> Hosts | None:
-    """Return the hosts of a server; None if any is accepted, because it has keys, or is meant for other machines.
+    """Return the hosts that a server accepts; None: all, because API keys are needed, or other machines have access.
 
     Args:
-        address: the address that it listens on.
-        allowed: host names that are set.
+        address: the address on which the server listens.
+        allowed: host names from the settings.
     """
     is_local = address == "localhost" or (_is_address(address) and ipaddress.ip_address(address).is_loopback)
     if has_keys or not is_local:

@@ -32,10 +32,10 @@ SECONDS_TO_CLOSE = 1
 
 
 class Drained(Protocol):
-    """The requests of an application, which end before the server shuts down."""
+    """An application whose requests are ended before the server shuts down."""
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
-        """Refuse new requests, and wait until the running ones have ended. After a timeout, end them with an error.
+        """Refuse new requests, and wait until running requests have ended. After a timeout, end them with an error.
 
         Args:
             is_forced: returns True once running requests must end at once.
@@ -55,9 +55,9 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         """
         Args:
-            requests: the application's requests.
-            budget: for the bytes of requests in flight.
-            max_connections: maximum number of connections; others get status 503; None: no limit.
+            requests: drains the application's requests.
+            budget: budget for the bytes of requests in flight.
+            max_connections: maximum number of connections; further ones get status 503; None: no limit.
         """
         start_access_log()
         self._requests = requests
@@ -66,14 +66,16 @@ class DrainingServer(uvicorn.Server):
         super().__init__(http_config(app, settings, budget, limit_concurrency=max_connections))
 
     def answer(self, listener: socket.socket, when_ready: Callable[[], object] = lambda: None) -> None:
-        """Serve until SIGTERM, Ctrl-C, or `should_exit`.
+        """Serve until SIGTERM, Ctrl-C, or until `should_exit` is set.
 
         Args:
-            when_ready: called once these signals shut the server down.
+            when_ready: called once the signals shut the server down.
         """
-        # uvicorn handles signals only while its event loop runs. Those that come before end the server just as well.
-        # After serving, uvicorn raises the signals that it has handled again. That has no effect then, so the exit
-        # status is 0.
+        # uvicorn handles signals only while its event loop runs. With this handler, earlier signals also end the
+        # server.
+        # After serving, uvicorn raises the handled signals again. With this handler, that has no effect, so the exit
+        # status
+        # is 0.
         with ends_handled_by(self.handle_exit):
             when_ready()
             self.run(sockets=[listener])
@@ -87,20 +89,20 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ends_at = time.monotonic() + self._drain_timeout_s
         await self._requests.drain(self._drain_timeout_s, lambda: self.force_exit)
-        # Time for clients to read the rest of their responses. Some never do.
+        # Leave time for clients to read the rest of their responses. Some clients never do.
         self.config.timeout_graceful_shutdown = max(SECONDS_TO_CLOSE, math.ceil(ends_at - time.monotonic()))
         await super().shutdown(sockets)
-        if self.force_exit:  # else uvicorn would leave tasks to be cancelled with a traceback
+        if self.force_exit:  # otherwise, uvicorn would cancel tasks with a traceback
             await self.lifespan.shutdown()
 
 
 def budget_of(settings: ServerSettings) -> BytesInFlight:
-    """Return the budget of a server, which has room for one body in any case."""
+    """Return a server's budget for bytes in flight, which always has room for one body."""
     return BytesInFlight(max(settings.max_bytes_in_flight, settings.max_body_bytes + MAX_HEAD_BYTES))
 
 
 def http_config(app: ASGIApp, settings: ServerSettings, budget: BytesInFlight, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration, in which the heads of requests are bounded.
+    """Return uvicorn's configuration, with limits on the heads of requests.
 
     Args:
         options: further options of uvicorn.
@@ -146,7 +148,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def announce(what: str, settings: ServerSettings, listener: socket.socket) -> None:
-    """Print the server's task and its address."""
+    """Print or log what the server does, and its address."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
     address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -158,7 +160,7 @@ def announce(what: str, settings: ServerSettings, listener: socket.socket) -> No
 
 @contextlib.contextmanager
 def ends_handled_by(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """In the main thread, handle SIGTERM and Ctrl-C with a function."""
+    """Within the context, call `handle` for SIGTERM and Ctrl-C. For the main thread only."""
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

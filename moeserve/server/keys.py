@@ -18,17 +18,18 @@ class Keys:
     def __init__(self, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
         """
         Args:
-            keys: the keys; if empty, every request is accepted.
-            admin_keys: keys of administrators, which are accepted too.
+            keys: accepted keys; if empty, every request is accepted.
+            admin_keys: accepted keys that also identify administrators.
         """
         self._digests = [_digest(key) for key in keys]
         self._admin_digests = [_digest(key) for key in admin_keys]
 
     @classmethod
     def read(cls, keys: Iterable[str], path: str | None, admin_keys: Iterable[str] = ()) -> Keys:
-        """Return the given keys and those in a file, which has one key per line.
+        """Return the given keys and the keys in a file, which has one key per line.
 
         Args:
+            path: the file; None: no file.
             admin_keys: keys of administrators.
 
         Raises:
@@ -64,10 +65,11 @@ class Keys:
         return bool(self._digests)
 
     def client(self, headers: Mapping[str, str]) -> str | None:
-        """Return the name of the client that sent a request; None if its key is missing or wrong.
+        """Return the name of the client that sent a request; None if the request's key is missing or wrong.
 
-        The key is compared with all accepted keys, each in constant time, so that the duration reveals nothing about
-        them.
+        The key is compared with all accepted keys, each in constant time. So the duration reveals nothing about
+        accepted
+        keys.
 
         Args:
             headers: the request's headers by lower-case name. The key is in "authorization" or "x-api-key".

@@ -1,4 +1,4 @@
-"""The responses of a server whose model is still being loaded."""
+"""Responses of a server while its model is being loaded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moeserve.server.middleware import Entrance
 from moeserve.server.settings import ServerSettings
 
 RETRY_AFTER_S = 5
-CLOSE = {"Connection": "close"}  # the next request belongs to the server that follows
+CLOSE = {"Connection": "close"}  # the next request must reach the server that follows
 
 
 @contextlib.contextmanager
 def answering_while_loading(listener: socket.socket, settings: ServerSettings) -> Iterator[None]:
-    """Answer requests from a thread within the context: /health with status 200, all others with 503.
+    """Answer requests from a thread within the context: /health and /ping with status 200, all others with 503.
 
     Args:
-        listener: is closed. A duplicate keeps connections that were not accepted for the server that follows.
+        listener: is closed at the end. A duplicate of it keeps unaccepted connections for the server that follows.
     """
     budget, has_keys = budget_of(settings), bool(settings.api_key or settings.api_key_file)
     hosts = hosts_for(settings.host, settings.allowed_host, has_keys=has_keys)

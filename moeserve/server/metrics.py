@@ -1,4 +1,4 @@
-"""`/metrics`: metrics for Prometheus. Metrics that vLLM has too have vLLM's names with the prefix moeserve_."""
+"""`/metrics`: metrics for Prometheus. Metrics that vLLM also has are named as in vLLM, with the prefix moeserve_."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moeserve.server.totals import Totals
 from moeserve.telemetry.metrics import LoadMetrics
 from moeserve.telemetry.request_stats import Histogram, RequestStats
 
-LABELS = ["model_name", "engine"]  # the second is the index of the replica
+LABELS = ["model_name", "engine"]  # the engine is the index of a replica
 
 
 class Metrics:
-    """The metrics of one server: of requests, of each replica, and of expert load."""
+    """All metrics of one server: of its requests, of each replica, and of expert load."""
 
     def __init__(self, service: Service) -> None:
         self._registry = CollectorRegistry()
@@ -34,7 +34,7 @@ class Metrics:
 
 
 class _ServiceCollector(Collector):
-    """Collects the totals that the service and its engine keep."""
+    """Collects metrics from the totals of the service and its engine."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -47,7 +47,7 @@ class _ServiceCollector(Collector):
         yield from self._of_replicas(engine.replica_stats, engine.num_blocks)
 
     def _of_queue(self, totals: Totals) -> Iterator[Metric]:
-        """Yield the metrics of requests that are not assigned to a replica yet."""
+        """Yield the metrics of requests that are not yet assigned to a replica."""
         model = self._service.model_names[0]
         waiting = GaugeMetricFamily(
             "moeserve_num_requests_queued", "Outputs that wait for room in the engine.", labels=LABELS[:1]
@@ -91,7 +91,7 @@ class _ServiceCollector(Collector):
             for position, number in enumerate(each.speculation.num_accepted_per_position):
                 accepted.add_metric([self._service.model_names[0], str(index), str(position)], number)
         yield accepted
-        # The name is vLLM's, although the name of a histogram should not end in _total.
+        # The name is vLLM's, although names of histograms should not end in _total.
         help = "Tokens of a replica in each step in which it has any."
         yield self._histograms("moeserve_iteration_tokens_total", help, (each.steps.sizes for each in stats))
 

@@ -36,7 +36,7 @@ ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def start_access_log() -> None:
-    """Write the access log to standard error, in its own format unless the process's log is JSON."""
+    """Write the access log to standard error in its own format, unless the process's log, which it joins, is JSON."""
     if log_format() == "json":
         return
     handler = logging.StreamHandler()
@@ -46,10 +46,10 @@ def start_access_log() -> None:
 
 
 def _log_access(scope: Scope, status: int, seconds: float, request_id: str) -> None:
-    """Write the line of a request.
+    """Log one line about a request.
 
     Args:
-        status: status of the response; 0: the client disconnected before it.
+        status: status of the response; 0: the client disconnected before the response.
     """
     fields = {
         "client": (scope.get("client") or ["-"])[0],
@@ -80,8 +80,8 @@ class Entrance:
     ) -> None:
         """
         Args:
-            budget: for the bytes of bodies that arrive or are parsed.
-            hosts: the host names that requests may have; None: any.
+            budget: budget for the bytes of bodies that arrive or are parsed.
+            hosts: the host names that requests may address; None: any.
         """
         self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
         self._budget, self._hosts, self._body_timeout_s = budget, hosts, body_timeout_s
@@ -110,7 +110,7 @@ class Entrance:
             most = 0 if scope["path"] in OPEN_PATHS else self._max_body_bytes
             await body.read(headers, receive, most, self._body_timeout_s)
             scope.setdefault("state", {})["client"] = Client(name, request_id, scope["path"], headers)
-            # The answer to HEAD is that to GET; uvicorn leaves out its body.
+            # HEAD is answered like GET; uvicorn omits the body.
             inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self._app(inner, body.receive, send_with_id)
         except ApiError as error:
@@ -149,8 +149,11 @@ class _Body:
     async def read(self, headers: Headers, receive: Receive, most: int, timeout_s: float) -> None:
         """Receive and check the body.
 
+        Args:
+            most: maximum bytes of the body.
+
         Raises:
-            ApiError: the body is too large or too late, or is not JSON that endpoints should read.
+            ApiError: the body is too large or too late, or is not JSON that endpoints should process.
         """
         self._receive = receive
         late = ApiError(
@@ -182,7 +185,7 @@ class _Body:
         self._content = bytearray()
 
     async def receive(self) -> Message:
-        """Return the body, and then later messages. The application asks for them when it has parsed the body."""
+        """Return the body first, then later messages. At the second call, the application has parsed the body."""
         if self._passed:
             return self._passed.popleft()
         self.release()
@@ -226,7 +229,7 @@ class _Body:
 
 
 async def _in_pieces(work: Iterable[None]) -> None:
-    """Do work on the event loop, and let others run after each piece except the last one."""
+    """Do work on the event loop, and let other tasks run after each piece except the first."""
     for index, _ in enumerate(work):
         if index:
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Limits on the JSON of requests, which are checked before it is parsed."""
+"""Limits on the JSON of requests, checked before the JSON is parsed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moeserve.config.limits import LIMITS
 from moeserve.server.errors import ApiError
 
 PIECE_BYTES = 2**17  # about a millisecond of work
-MAX_UNCHECKED_BYTES = 2**16  # a body of this size is parsed quickly, whatever it is, if it is not nested deeply
-# The parser and pydantic take a microsecond for a name or a value, without releasing the interpreter's lock.
-MAX_NAMES = 2**16  # names of all objects
-MAX_VALUES = LIMITS.max_token_ids + 2**16  # commas between values
+MAX_UNCHECKED_BYTES = 2**16  # smaller bodies are parsed quickly, whatever they contain, unless they are deeply nested
+# The parser and pydantic take a microsecond for a name or a value, without releasing the GIL.
+MAX_NAMES = 2**16  # maximum number of names in all objects together
+MAX_VALUES = LIMITS.max_token_ids + 2**16  # maximum number of commas
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _STEPS = np.zeros(256, np.int8)  # change of the nesting level by each byte
@@ -26,7 +26,8 @@ def require_nesting(body: bytearray) -> Iterator[None] | None:
     """Raise ApiError for JSON that parsers, templates and grammars should not process.
 
     Returns:
-        For a large body, the rest of the check, which raises the same errors and yields after each piece of work.
+        For a large body, an iterator that does the rest of the check. It raises the same errors, and yields after each
+        piece of work. None: the check is complete.
 
     Raises:
         ApiError: the text is not UTF-8, is nested too deeply, or has too many arrays, objects, names or values.
@@ -46,7 +47,7 @@ def _count_in_pieces(body: bytearray) -> Iterator[None]:
 
 
 def _require_utf8(body: bytearray) -> None:
-    """Refuse UTF-16 and UTF-32 too: the parser would read them, but their brackets and quotes are not bytes."""
+    """Raise ApiError unless a body is UTF-8. The parser also accepts UTF-16 and UTF-32, which are not counted right."""
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -56,11 +57,11 @@ def _require_utf8(body: bytearray) -> None:
 
 
 class _Counts:
-    """Counts of the structure of a JSON text, of which pieces are added in order."""
+    """Counts of the structure of a JSON text, whose pieces are added in order."""
 
     def __init__(self) -> None:
         self._is_in_string = False
-        self._is_escaped = False  # the next byte follows a backslash that escapes it
+        self._is_escaped = False  # the next byte is escaped by a backslash
         self._level = self._max_level = 0
         self._num_containers = self._num_names = self._num_values = 0
 
@@ -92,7 +93,7 @@ class _Counts:
                 raise ApiError(400, f"the JSON of the request has more than {most} {what}")
 
     def _unmark_escaped(self, piece: npt.NDArray[np.uint8], quotes: npt.NDArray[np.bool_]) -> None:
-        """Clear the marks of escaped quotes. In a run of backslashes, the first one escapes the second, and so on."""
+        """Unmark escaped quotes. In a run of backslashes, the first escapes the second, the third the fourth."""
         places = np.flatnonzero(piece == _BACKSLASH)
         if self._is_escaped:
             quotes[0] = False

@@ -13,7 +13,7 @@ from moeserve.server.errors import ApiError
 from moeserve.server.keys import Keys
 from moeserve.server.service import Service
 
-# Settings of the engine that clients may know: none is a path or an address.
+# Settings of the engine that clients may see. None of them is a path or an address.
 SHOWN_SETTINGS = (
     *("dtype", "quantization", "device", "max_model_len", "block_size", "has_float8_cache", "enable_prefix_caching"),
     *("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "max_queued_requests", "async_scheduling"),
@@ -23,7 +23,7 @@ SHOWN_SETTINGS = (
 
 
 def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the routes of this file."""
+    """Add the routes for operators."""
 
     @app.get("/ping", response_class=PlainTextResponse)
     @app.post("/ping", response_class=PlainTextResponse, include_in_schema=False)
@@ -44,7 +44,7 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         model = {"dtype": config.weights.dtype, "logprobs_mode": config.texts.logprobs_mode}
         transfer = {"backend": "shm"} if config.weights.rl else None
         return {
-            "vllm_config": {"model_config": model, "weight_transfer_config": transfer},  # what TRL reads
+            "vllm_config": {"model_config": model, "weight_transfer_config": transfer},  # fields that TRL reads
             "version": __version__,
             "model_names": service.model_names,
             "num_blocks": service.llm.session.engine.num_blocks,
@@ -53,14 +53,14 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> dict[str, bool]:
-        """Let later requests find no prefix of earlier ones."""
+        """Reset the prefix cache, so that later requests find no prefix of earlier requests."""
         require_administrator(keys, request.headers)
         service.reset_prefix_cache()
         return {"success": True}
 
 
 def require_administrator(keys: Keys, headers: Mapping[str, str]) -> None:
-    """Raise ApiError if the request has no administrator's key, or if there is none."""
+    """Raise ApiError unless the request has the key of an administrator."""
     if not keys.have_administrator:
         message = "this needs an administrator's key, and there is none: serve with --admin-key"
         raise ApiError(403, message, code="no_administrator")

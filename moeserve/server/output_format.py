@@ -1,4 +1,4 @@
-"""The grammar of an answer: a requested format, required tool calls, and reasoning before either."""
+"""The grammar of an answer: a requested format or required tool calls, after optional reasoning."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from moeserve.server.schema import JsonObjectFormat, JsonSchemaFormat, ResponseF
 from moeserve.structured_outputs import StructuredOutputsParams
 
 ANY_OBJECT = {"type": "object"}
-MAX_SCHEMAS = LIMITS.max_grammar_length * 3 // 4  # characters of the schemas of all functions in one grammar
+MAX_SCHEMAS = LIMITS.max_grammar_length * 3 // 4  # maximum characters of all functions' schemas in one grammar
 
 
 def requested_outputs(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None = None
 ) -> StructuredOutputsParams | None:
-    """Return the restriction of an answer from the field of the request that specifies it; None without either field.
+    """Return the restriction that a request puts on its answer; None if neither field is given.
 
     Raises:
-        ApiError: both fields are given, or one is malformed.
+        ApiError: both fields are given, or a field is malformed.
     """
     wanted = None if isinstance(response_format, TextFormat) else response_format
     if structured is None:
@@ -44,12 +44,12 @@ def requested_outputs(
 
 
 def outputs_of_schema(name: str, schema: dict[str, Any] | None, *, is_strict: bool = False) -> StructuredOutputsParams:
-    """Return the restriction to a JSON schema, or for None to any JSON object.
+    """Return the restriction of an answer to a JSON schema; for None, to any JSON object.
 
     Args:
         name: name of the parameter, for error messages.
-        is_strict: refuse a schema with restrictions that no grammar expresses; else `uniqueItems` is not enforced, and
-            all others are.
+        is_strict: refuse a schema with restrictions that no grammar expresses; False: ignore `uniqueItems`, and refuse
+            all other such restrictions.
 
     Raises:
         ApiError: the schema is malformed, or cannot be enforced.
@@ -62,13 +62,13 @@ def enforced_schema(param: str, name: str, schema: dict[str, Any], *, is_strict:
 
     Args:
         param: the field of the request that has the schema.
-        name: the schema in error messages.
+        name: name of the schema in error messages.
         is_strict: see `outputs_of_schema`.
 
     Raises:
         ApiError: the schema is too long, or has a keyword that cannot be enforced.
     """
-    if (length := _length(schema)) > LIMITS.max_grammar_length:  # before it is rewritten, which takes longer
+    if (length := _length(schema)) > LIMITS.max_grammar_length:  # before the schema is rewritten, which takes longer
         raise ApiError(
             400, f"{name} has {length} characters; at most {LIMITS.max_grammar_length} are allowed", param=param
         )
@@ -107,7 +107,7 @@ def answer_grammar(
         wanted: the requested format of the content.
         functions: functions that the model may call: {"name": ..., "parameters": JSON schema}.
         must_call: the answer must consist of calls.
-        starts_in_reasoning: the prompt has opened the reasoning, which the answer closes.
+        starts_in_reasoning: the prompt has begun the reasoning, which the answer must end.
 
     Raises:
         ApiError: the schema of a strict function cannot be enforced, or the grammar is too long.
@@ -122,7 +122,7 @@ def answer_grammar(
     answers = []
     if wanted is not None and not must_call:
         content = _content_rule(wanted)
-        if content is None:  # a client's grammar cannot be embedded into another one
+        if content is None:  # a client's own grammar cannot be embedded into another grammar
             return wanted
         rules["content"] = content
         answers.append("content")
@@ -139,9 +139,11 @@ def answer_grammar(
 
 
 def grammar_forms(functions: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Yield the forms in which functions can be in a grammar, the most restrictive first.
+    """Yield forms of functions to try in a grammar, the most restrictive first.
 
-    The first form lacks the largest schemas beyond `MAX_SCHEMAS`, and the second one all. Strict functions keep theirs.
+    The first form has schemas of at most `MAX_SCHEMAS` characters; the largest are left out if necessary. The second
+    form
+    has no schemas. Strict functions keep their schemas in both.
     """
     free = [function if function.get("strict") else {"name": function["name"]} for function in functions]
     lengths = [_length(function.get("parameters")) for function in functions]
@@ -156,11 +158,11 @@ def grammar_forms(functions: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict
 
 
 def _reasoning_rules(end: str, codec: TextCodec) -> dict[str, str]:
-    """Return the rules for reasoning up to its last marker, and for the space after it."""
+    """Return the rules for reasoning up to the marker that ends it, and for white space after the marker."""
     literal = _literal(end, codec)
     if literal.startswith("<["):
         reasoning = {"reasoning": f"/(?s:.*)/ {literal}"}
-    else:  # lazy, which ends at the first marker
+    else:  # lazy matching ends at the first marker
         reasoning = {"reasoning[lazy]": f"/(?s:.*){_lark_pattern(re.escape(end))}/"}
     return reasoning | {"SPACE": r"/\s{0,4}/"}
 
@@ -200,7 +202,7 @@ def _call_rules(
 
 
 def parameters_schema(function: dict[str, Any]) -> Any:
-    """Return the schema that a function's arguments satisfy: its own if it is strict, or else one that allows more.
+    """Return the schema that a function's arguments must satisfy. It is relaxed unless the function is strict.
 
     Raises:
         ApiError: the function is strict, and its schema cannot be enforced.
@@ -218,9 +220,9 @@ def _with_index(text: str, codec: TextCodec) -> str:
 
 
 def _literal(text: str, codec: TextCodec) -> str:
-    """Return a text in Lark's notation. Parts that are single added tokens, such as markers, match only those tokens.
+    """Return a text in Lark's notation. A part that is a single added token, such as a marker, matches only this token.
 
-    llguidance treats some added tokens as special, which no text matches, and others as text.
+    Otherwise llguidance would match some added tokens by text, and could not match special ones at all.
     """
     added = codec.added_tokens
     names = sorted(map(re.escape, filter(None, added)), key=len, reverse=True)

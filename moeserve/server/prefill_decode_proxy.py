@@ -1,4 +1,4 @@
-"""`Router`: forwards requests to servers that compute long prompts (prefill) and to servers that generate (decode)."""
+"""`Router`: forwards requests to servers that compute long prompts (prefill) or generate outputs (decode)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4  # estimated bytes of text per token
 RESPONSES = "/v1/responses"
-# Fields of a request that become its prompt, by path.
+# The fields of a request that form its prompt, by path.
 PROMPT_FIELDS = {
     "/v1/completions": ("prompt",),
     "/v1/chat/completions": ("messages", "tools"),
@@ -37,9 +37,9 @@ PROMPT_FIELDS = {
     "/v1/messages": ("system", "messages", "tools"),
 }
 REMOTE_DECODE = {"do_remote_decode": True}
-PASSED_STATUSES = (400, 401, 403, 404, 413, 422)  # of prefill servers: a decode server would return the same
+PASSED_STATUSES = (400, 401, 403, 404, 413, 422)  # of prefill servers; a decode server would return the same
 REFUSALS = (429, 503)
-# Codes of errors after which the router asks the next decode server: each stores only its own responses.
+# Errors after which the router tries the next decode server, because each server stores only its own responses.
 NOT_STORED = frozenset(["previous_response_not_found", "response_not_found", "item_not_found"])
 READY_S = 2.0  # timeout of a decode server's readiness check
 SECONDS_TO_END = 1.0  # time for cancelled requests to end
@@ -76,7 +76,7 @@ class Router:
                 await asyncio.gather(*watches, return_exceptions=True)
 
     async def generate(self, request: Request) -> Response:
-        """Respond to a request for generated text."""
+        """Respond to a request that generates text."""
         body = await request.body()
         num_tokens = _prompt_tokens(request.url.path, body)
 
@@ -117,7 +117,7 @@ class Router:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
-        """Refuse new requests, and wait until the running ones have ended. After a timeout, cancel them.
+        """Refuse new requests, and wait until running requests have ended. After a timeout, cancel them.
 
         Args:
             is_forced: returns True once running requests must end at once.
@@ -140,7 +140,7 @@ class Router:
         """Send a prompt to a prefill server.
 
         Returns:
-            The parameters with which a decode server loads the computed blocks, or an error response for the client.
+            The parameters with which a decode server loads the computed KV blocks, or an error response for the client.
             None: the decode server must compute the prompt.
         """
         for server in self._prefill.by_load():
@@ -155,12 +155,12 @@ class Router:
         return None
 
     async def _computed_by(self, server: Upstream, request: Request, body: bytes) -> dict[str, Any] | Response | None:
-        """Send a prompt to one server; see `_compute`.
+        """Send a prompt to one server. Returns are as for `_compute`.
 
         Raises:
             _PrefillFailure: the server has computed nothing.
         """
-        if server.is_avoided:  # servers to avoid come last, so all others are avoided too
+        if server.is_avoided:  # servers to avoid come last, so only such servers are left
             raise _PrefillFailure("unreachable")
         began_s = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=self._settings.prefill_timeout, sock_connect=CONNECT_S)
@@ -187,10 +187,11 @@ class Router:
         return _copied(answer, content)
 
     async def _pass_on(self, request: Request, body: bytes, send: Send) -> None:
-        """Send a request to a decode server, and its response to the client.
+        """Send a request to a decode server, and the server's response to the client.
 
-        Another server is tried if one is unreachable, closes the connection before it responds, refuses the request, or
-        does not have the stored response that the request refers to.
+        Another server is tried if a server is unreachable, closes the connection before it responds, refuses the
+        request,
+        or does not have the stored response that the request refers to.
 
         Raises:
             ApiError: no server has responded.
@@ -228,7 +229,7 @@ class Router:
         raise ApiError(503, "no decode server can be reached; try again later", headers={"Retry-After": "1"})
 
     def _request(self, server: Upstream, request: Request, body: bytes, **options: Any) -> Any:
-        """Return the context manager of a server's response to a client's request."""
+        """Send a client's request to a server. Return the context manager of the response."""
         assert self._client is not None
         return self._client.request(
             request.method,
@@ -250,7 +251,7 @@ class Router:
 
 
 class _Answer(Response):
-    """A response that is forwarded while it arrives, and cancelled when the client disconnects."""
+    """A response that is forwarded while it arrives. If the client disconnects, forwarding is cancelled."""
 
     def __init__(self, answer: Callable[[Send], Awaitable[None]], running: set[asyncio.Task[None]]) -> None:
         """
@@ -276,25 +277,25 @@ class _Answer(Response):
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         await until_hang_up(task, receive)
-        if task.cancelled() and not has_begun:  # cancelled by `drain`; if the client disconnected, this is not read
+        if task.cancelled() and not has_begun:  # cancelled by `drain`, or by a client that no longer reads
             raise shutting_down()
 
 
 class _PrefillFailure(Exception):
-    """A prefill server has not computed a prompt."""
+    """A prefill server did not compute a prompt."""
 
     def __init__(self, reason: str, cause: str = "") -> None:
         """
         Args:
             reason: "unreachable", "timeout", "refused" or "error".
-            cause: text for the log; empty: nothing unusual.
+            cause: text for the log; empty: log nothing.
         """
         super().__init__(cause)
         self.reason, self.cause = reason, cause
 
 
 class _Kept(msgspec.Struct):
-    """The response of a prefill server."""
+    """The response of a prefill server that has computed a prompt."""
 
     kv_transfer_params: dict[str, Any] | None
 
@@ -304,7 +305,7 @@ class _RefusalDetail(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """An error response of a server, in OpenAI's form."""
+    """An error response of a server, in OpenAI's format."""
 
     error: _RefusalDetail
 
@@ -348,7 +349,7 @@ class _Metrics:
 
 
 def _is_not_stored(content: bytes) -> bool:
-    """Return True for the error of a server that does not have the stored response of a request."""
+    """Return True if a server's error says that it does not have a stored response."""
     try:
         return msgspec.json.decode(content, type=_Refusal).error.code in NOT_STORED
     except msgspec.DecodeError:
@@ -356,14 +357,14 @@ def _is_not_stored(content: bytes) -> bool:
 
 
 def _copied(answer: aiohttp.ClientResponse, content: bytes) -> Response:
-    """Return a server's response, whose content has been read, for the client."""
+    """Return a response for the client with the status, headers and content of a server's response."""
     copied = Response(content, answer.status)
     copied.raw_headers = answer_headers(answer)
     return copied
 
 
 async def _send_answer(answer: aiohttp.ClientResponse, send: Send) -> None:
-    """Forward a server's response to the client as it arrives. If it breaks off, so does the client's."""
+    """Forward a server's response to the client as it arrives. If the server breaks off, so does this response."""
     await send({"type": "http.response.start", "status": answer.status, "headers": answer_headers(answer)})
     try:
         async for chunk in answer.content.iter_any():
@@ -397,7 +398,7 @@ def _with_transfer(body: bytes, params: dict[str, Any]) -> bytes:
 
 
 def _prompt_tokens(path: str, body: bytes) -> int:
-    """Estimate the tokens of a request's prompt; 0 if a decode server should compute it in any case.
+    """Estimate the number of tokens of a request's prompt; 0 if only a decode server can compute it.
 
     Raises:
         ApiError: the request has `kv_transfer_params`.
@@ -421,7 +422,7 @@ def _prompt_tokens(path: str, body: bytes) -> int:
 
 
 def _refers_to_stored(fields: dict[str, Any]) -> bool:
-    """Return True if a request refers to a stored response, or to an item of one."""
+    """Return True if a request refers to a stored response, or to an item in a stored response."""
     items = fields.get("input")
     return fields.get("previous_response_id") is not None or any(
         isinstance(item, dict) and "id" in item and "role" not in item and item.get("type") in (None, "item_reference")

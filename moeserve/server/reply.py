@@ -1,4 +1,4 @@
-"""`Reply`: a response that is sent while it is generated. Generation stops when the client disconnects."""
+"""`Reply`: a response that is sent while it is generated. Generation stops if the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 JSON = "application/json"
 EVENTS = "text/event-stream"
-# Silence after which the headers of a stream are sent, and between pings.
+# Seconds of silence after which a stream's headers are sent, and seconds between pings.
 SECONDS_TO_HEADERS, SECONDS_BETWEEN_PINGS = 1.0, 10.0
-# Blank lines, which are no event. Some clients, among them `vllm bench serve`, lose the events that follow a comment.
+# Blank lines, which form no event. Comments would make some clients, such as `vllm bench serve`, lose later events.
 PING = b"\n\n"
 encode_json = msgspec.json.Encoder().encode
 
@@ -35,9 +35,9 @@ def event(data: Any, name: str | None = None) -> bytes:
 class Reply(Response):
     """A response made of chunks.
 
-    Headers are sent with the first chunk. An error before the first chunk is therefore sent with its own status; a
-    later error is sent as the last event. A stream also begins after a second without a chunk, and pings are sent while
-    it is silent, because clients and proxies close connections on which no bytes arrive.
+    The headers are sent with the first chunk. So an error before the first chunk is sent with its own status. A later
+    error is sent as the last event. After a second without a chunk, a stream begins nevertheless. While a stream is
+    silent, pings are sent, because clients and proxies close connections on which no bytes arrive.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Reply(Response):
         self._chunks, self._error_body, self._error_event = chunks, error_body, error_event
         self._ping, self._seconds_to_headers = ping, seconds_to_headers
         self._seconds_between_pings = seconds_between_pings
-        self._num_sent = 0  # messages of the response, of which the first one has the headers
+        self._num_sent = 0  # messages of the response that were sent, including its headers
         self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +92,7 @@ class Reply(Response):
             await asyncio.sleep(self._seconds_between_pings)
 
     async def _send_chunk(self, send: Send, chunk: bytes) -> None:
-        """Send a chunk, and before the first one the headers."""
+        """Send a chunk. Before the first chunk, send the headers."""
         self._is_sending = True
         if not self._num_sent:
             self._num_sent = 1
@@ -106,7 +106,7 @@ class Reply(Response):
             with contextlib.suppress(OSError):  # the client has disconnected
                 async for chunk in self._chunks:
                     await self._send_chunk(send, chunk)
-                self._is_sending = True  # no ping comes after the end
+                self._is_sending = True  # send no ping after the end
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         except PromptKept as kept:  # raised before any chunk; there is nothing to stream
@@ -135,7 +135,7 @@ class Reply(Response):
 
 
 async def until_hang_up(sending: asyncio.Task[None], receive: Receive) -> None:
-    """Wait for a task, but cancel it if the client disconnects. Raises the exceptions of the task."""
+    """Wait for a task, and raise its exception. Cancel the task if the client disconnects."""
     hang_up = asyncio.create_task(_hang_up(receive))
     try:
         await asyncio.wait({sending, hang_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,9 +155,9 @@ async def _hang_up(receive: Receive) -> None:
 async def merged(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield the items of several iterators as they arrive, each with the index of its iterator.
 
-    The first error ends all iterators.
+    The first error of an iterator is raised, and ends all iterators.
     """
-    if len(iterators) == 1:  # needs no task and no queue, which would cost as much as the rest of an event
+    if len(iterators) == 1:  # avoid a task and a queue, which would take as long as the rest of an event
         async with contextlib.aclosing(iterators[0]) as items:
             async for item in items:
                 yield 0, item

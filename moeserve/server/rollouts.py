@@ -1,4 +1,4 @@
-"""Routes for trainers of the served model, with the names and payloads of vLLM. They exist only with `rl`."""
+"""Routes for trainers of the served model, with vLLM's names and payloads. They exist only with the setting `rl`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shapes = dict[str, list[Annotated[int, Field(strict=True, ge=0)]]]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # fields with pickled objects are refused by name, like all others
+    model_config = ConfigDict(extra="forbid")  # refuses unknown fields by name, such as vLLM's with pickled objects
 
 
 class InitBody(_Body):
@@ -34,7 +34,7 @@ class StartBody(_Body):
 
 class UpdateBody(_Body):
     update_info: dict[str, Any] | None = None
-    weight_dir: str | None = None  # prime-rl's: a whole update from a folder
+    weight_dir: str | None = None  # prime-rl's field: a whole update from a folder
 
 
 class FinishBody(_Body):
@@ -42,7 +42,7 @@ class FinishBody(_Body):
 
 
 class AbortRequestsBody(_Body):
-    request_ids: list[str] = []  # none: all
+    request_ids: list[str] = []  # empty: all requests
 
 
 class CheckBody(_Body):
@@ -51,7 +51,7 @@ class CheckBody(_Body):
 
 
 def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the routes of this file, for administrators."""
+    """Add the routes for trainers, which need an administrator's key."""
 
     def require_key(request: Request) -> None:
         require_administrator(keys, request.headers)
@@ -62,19 +62,19 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
     async def pause(
         mode: Annotated[PauseMode, Query()] = "abort", clear_cache: Annotated[bool, Query()] = True
     ) -> dict[str, Literal["paused"]]:
-        """Respond once no rank computes; see `LLM.pause`."""
+        """Respond once no rank computes any more; see `LLM.pause`."""
         await finished(service.llm.pause(mode, clear_cache))
         return {"status": "paused"}
 
     @app.post("/resume", dependencies=of_administrator)
     async def resume() -> dict[str, Literal["resumed"]]:
-        """Run steps again after a pause."""
+        """Continue to run steps after a pause."""
         await finished(service.llm.resume())
         return {"status": "resumed"}
 
     @app.post("/abort_requests", dependencies=of_administrator)
     async def abort_requests(body: AbortRequestsBody) -> dict[str, str]:
-        """End all requests with the tokens that they have."""
+        """End all requests. Their outputs keep the tokens generated so far."""
         if body.request_ids:
             raise ApiError(400, "request_ids: single requests cannot be ended here; send {} to end all")
         await end_all_requests(service)
@@ -95,7 +95,7 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
 
     @app.post("/wake_up", dependencies=of_administrator)
     async def wake_up(tags: Annotated[list[MemoryTag] | None, Query()] = None) -> dict[str, bool]:
-        """Use memory with these tags again, by default all; see `LLM.wake_up`."""
+        """Allocate the memory with these tags again; without tags, all memory. See `LLM.wake_up`."""
         await finished(service.llm.wake_up(tags))
         return {"is_sleeping": await service.llm.is_sleeping()}
 
@@ -164,7 +164,7 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
 
 
 async def end_all_requests(service: Service) -> None:
-    """End all requests with the tokens that they have, and leave the engine paused or not, as it was."""
+    """End all requests with the tokens generated so far. A paused engine stays paused, and others keep running."""
     was_paused = await service.llm.is_paused()
     await finished(service.llm.pause("abort", clear_cache=False))
     if not was_paused:
@@ -172,10 +172,10 @@ async def end_all_requests(service: Service) -> None:
 
 
 async def finished(work: Awaitable[Result]) -> Result:
-    """Return the result of a control.
+    """Return the result of a command to the engine.
 
     Raises:
-        ApiError: the engine has refused the control, or could not finish it.
+        ApiError: the engine has refused the command, or could not finish it.
     """
     try:
         return await work

@@ -1,4 +1,4 @@
-"""`serve --prefill URL --decode URL`: the HTTP server of a router. It neither has nor imports an engine."""
+"""`serve --prefill URL --decode URL`: the HTTP server of a router. It does not import the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeserve.server.prefill_decode_proxy import PROMPT_FIELDS, Router
 from moeserve.server.settings import RouterSettings, ServerSettings
 
 MAX_CONNECTIONS = 8192
-# Requests that any decode server can handle, by path.
+# Routes that the router forwards to any decode server, with their methods.
 FORWARDED = {
     "/v1/models": ["GET"],
     "/v1/models/{name:path}": ["GET"],
@@ -50,10 +50,10 @@ def route(settings: ServerSettings, routes: RouterSettings) -> None:
 
 
 def build_router_app(router: Router, settings: ServerSettings, budget: BytesInFlight) -> Starlette:
-    """Return the router's application. The servers behind it check API keys.
+    """Return the router's application. The router leaves the check of API keys to the servers.
 
     Args:
-        budget: for the bytes of bodies in flight.
+        budget: budget for the bytes of request bodies in flight.
     """
 
     @contextlib.asynccontextmanager

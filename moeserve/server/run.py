@@ -38,9 +38,9 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     """
     Keys.read(settings.api_key or (), settings.api_key_file, settings.admin_key or ())
     check_tracing(settings.otlp_traces_endpoint)
-    find_parser(settings.parser_name, model_type="", chat_template=None)  # fail before the model is loaded
+    find_parser(settings.parser_name, model_type="", chat_template=None)  # raise errors before the model is loaded
     settings.read_chat_template()
-    with contextlib.closing(listen(settings)) as listener:  # fail before loading if the port is in use
+    with contextlib.closing(listen(settings)) as listener:  # if the port is in use, raise the error before loading
         for_engine = _in_own_processes(parse_settings(engine_settings))
         if settings.served_model_name is None:
             name = default_model.model_name(for_engine.model.model)
@@ -61,7 +61,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
 
 
 def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve HTTP in this process until SIGTERM or Ctrl-C, and then shut down the engine."""
+    """Serve HTTP in this process until SIGTERM or Ctrl-C. Then shut down the engine."""
     try:
         server, service = open_service(llm, settings)
         server.answer(listener, lambda: announce(f"serving {service.model_names[0]}", settings, listener))
@@ -70,7 +70,7 @@ def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket
 
 
 def _in_own_processes(settings: Settings) -> Settings:
-    """Return the engine's settings, changed to run a single rank in a process, where it does not share HTTP's GIL."""
+    """Return the engine's settings, changed so that even a single rank runs in its own process, with its own GIL."""
     parallel = settings.parallel
     if parallel.executor != "auto" or parallel.num_ranks != 1:
         return settings

@@ -1,4 +1,4 @@
-"""`POST /scale`: lets operators change the number of replicas. Only exists with `allow_scale`."""
+"""`POST /scale`: lets operators change the number of replicas. The route exists only with `allow_scale`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ScaleAnswer(BaseModel):
 
 
 def add_scale_route(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the route with which clients, or administrators if they have keys, change the number of replicas."""
+    """Add the route. If there are administrators' keys, only administrators may use it, otherwise all clients."""
 
     @app.post("/scale")
     async def scale(body: ScaleRequest, request: Request) -> ScaleAnswer:
-        """Respond once the requested number of replicas serves."""
+        """Respond once the requested number of replicas serves requests."""
         if keys.have_administrator:
             require_administrator(keys, request.headers)
         service.admission.require_open()

@@ -1,8 +1,8 @@
-"""Parts that all requests share: the rule for their fields, strict types, and sampling parameters as in vLLM.
+"""Parts that all request bodies share: rules for fields, strict types, and sampling parameters as in vLLM.
 
-A field is *used*, *ignored* or *refused*. Used fields are declared with their type, the others with `Ignored` or
-`Refused`. Null stands for a field that is left out. Fields that a class does not declare are ignored; those at the top
-level of a request are logged, or refused if the server is strict (`Service.begin`).
+A field is *used*, *ignored* or *refused*. Used fields are declared with their type, other fields with `Ignored` or
+`Refused`. Null counts as a missing field. Fields that a class does not declare are ignored. Undeclared fields at the
+top level of a request are also logged, or refused if the server is strict (`Service.begin`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAST_TOP_P = 1e-6
 GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-# Amount of reasoning, which is passed to the chat template; "default" is that of the template.
+# Amount of reasoning, which is passed to the chat template; "default" leaves it to the template.
 Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -42,9 +42,8 @@ Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh",
 class Bounded:
     """A bound on the length of a list or an object in a request.
 
-    A list is validated only up to its first invalid element, and the length of an object is checked before its
-    elements. Otherwise pydantic would create an error for each element, and a request of a few megabytes would take
-    gigabytes.
+    A list is validated only up to its first invalid element. The length of an object is checked before its elements.
+    Otherwise pydantic would create an error for each element, and a request of a few megabytes would take gigabytes.
     """
 
     max_length: int
@@ -57,7 +56,7 @@ class Bounded:
         return core_schema.no_info_before_validator_function(self.require_length, schema)
 
     def require_length(self, value: Any) -> Any:
-        """Return a value. Raise an error if it is an object with too many entries."""
+        """Return a value. Raise an error if the value is an object with too many entries."""
         if isinstance(value, dict) and len(value) > self.max_length:
             raise PydanticCustomError("too_long", f"has {len(value)} entries; at most {self.max_length} are allowed")
         return value
@@ -65,7 +64,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Marks a field that has no effect on the answer: any value is valid, and none is read."""
+    """Marks a field that has no effect on the answer. Any value is accepted, and not read."""
 
     why: str
 
@@ -81,8 +80,8 @@ class Refused:
     """
 
     why: str
-    harmless: tuple[Any, ...] = ()  # further values that ask for what happens anyway
-    error_code: str | None = None  # in the details of the error, by which Anthropic's clients recognise it
+    harmless: tuple[Any, ...] = ()  # further accepted values, because they request the usual behaviour
+    error_code: str | None = None  # code in the error's details that Anthropic's clients evaluate
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._require_harmless, core_schema.any_schema())
@@ -96,20 +95,20 @@ class Refused:
 
 
 def _without_empty(value: Any) -> Any:
-    """Return a value of a field. Empty texts and objects stand for null, and empty texts of a list are left out."""
+    """Return a field's value. An empty text or object becomes None. Empty texts in a list are left out."""
     if isinstance(value, list) and len(value) <= LIMITS.max_stop_strings:
         return [each for each in value if each != ""]
     return None if value in ("", {}) else value
 
 
 def _limit(value: Any) -> Any:
-    """Return a maximum number of tokens. -1 stands for null, as in the APIs of llama.cpp and LM Studio."""
+    """Return a maximum number of tokens. -1 becomes None, as in the APIs of llama.cpp and LM Studio."""
     return None if value == -1 else value
 
 
 EMPTY_IS_NULL = BeforeValidator(_without_empty)
 MINUS_ONE_IS_NULL = BeforeValidator(_limit)
-# 0 leaves the most likely token, as does the least number above it.
+# 0 is replaced by a tiny value, which has the same effect: only the most likely token remains.
 TopP: TypeAlias = Annotated[float, AfterValidator(lambda value: LEAST_TOP_P if value == 0 else value)]
 MaxTokens: TypeAlias = Annotated[Annotated[int, Field(ge=1)] | None, MINUS_ONE_IS_NULL]
 Stops: TypeAlias = Annotated[list[str], Bounded(LIMITS.max_stop_strings)]
@@ -117,9 +116,10 @@ UNSUPPORTED = "extra_forbidden"  # type of the error for a refused field
 
 
 class Body(BaseModel):
-    """A part of a request. Null stands for a field that is left out. Unknown fields are ignored.
+    """A part of a request. Null counts as a missing field. Unknown fields are ignored.
 
-    Integers may be written as floats such as 100.0, as clients do whose languages have no other numbers in maps.
+    Integers may be written as floats such as 100.0, because the languages of some clients know no other numbers in
+    maps.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
@@ -140,7 +140,7 @@ class Body(BaseModel):
 
 @functools.cache
 def _fields_with_null(body: type[Body]) -> frozenset[str]:
-    """Return the names of fields for which null has another meaning than the default."""
+    """Return the names of fields for which null is different from the default."""
     return frozenset(
         field.alias or name
         for name, field in body.model_fields.items()
@@ -150,14 +150,14 @@ def _fields_with_null(body: type[Body]) -> frozenset[str]:
 
 @functools.cache
 def _integers(body: type[Body]) -> frozenset[str]:
-    """Return the names of fields that are integers."""
+    """Return the names of fields that may be integers."""
     return frozenset(
         field.alias or name for name, field in body.model_fields.items() if int in _alternatives(field.annotation)
     )
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the types that a type allows, without metadata."""
+    """Return the types that an annotation allows, without metadata."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
@@ -171,7 +171,7 @@ def _is_integral_float(value: Any) -> bool:
 
 
 class RequestBody(Body):
-    """The top level of a request. Its unknown fields are kept, so that they can be logged or refused."""
+    """The top level of a request. Unknown fields are kept, so that they can be logged or refused."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -208,7 +208,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(Body):
-    """As in vLLM: exactly one of the first five fields is set."""
+    """Structured outputs as in vLLM. Exactly one of the first five fields must be set."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -248,7 +248,7 @@ class ClientFields(RequestBody):
 
 
 class SamplingFields(TransferFields, ClientFields):
-    """Sampling parameters, as in `SamplingParams`. For null, the checkpoint's default is used."""
+    """Sampling parameters, as in `SamplingParams`. A null is replaced by the checkpoint's default."""
 
     temperature: float | None = None
     top_p: TopP | None = None
@@ -259,7 +259,7 @@ class SamplingFields(TransferFields, ClientFields):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Bounded(LIMITS.max_logit_bias)] | None = None
     response_format: Annotated[ResponseFormat | None, EMPTY_IS_NULL] = None
-    # As in vLLM.
+    # vLLM's fields.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -269,7 +269,7 @@ class SamplingFields(TransferFields, ClientFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None  # these four are older names of fields of structured_outputs
+    guided_json: dict[str, Any] | str | None = None  # guided_*: older names of fields of structured_outputs
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Bounded(LIMITS.max_choices)] | None = None
     guided_grammar: str | None = None
@@ -293,7 +293,7 @@ class SamplingFields(TransferFields, ClientFields):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """The value of structured_outputs, which may also be given by older names of its fields."""
+        """The value of structured_outputs, including fields that are given by their older names."""
         given = {kind: value for kind in GUIDED_KINDS if (value := getattr(self, f"guided_{kind}")) is not None}
         if not given:
             return self.structured_outputs
@@ -301,10 +301,10 @@ class SamplingFields(TransferFields, ClientFields):
         return StructuredOutputs(**fields | given)
 
     def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
-        """Return the request's sampling parameters. Parameters that it omits have their defaults.
+        """Return the request's sampling parameters. Omitted parameters have their value in `defaults`.
 
         Args:
-            others: parameters that have a different form in the request.
+            others: further parameters, whose form in the request is different.
 
         Raises:
             ApiError: a value is out of range.
@@ -330,7 +330,7 @@ _SAMPLING_NAMES -= {"structured_outputs"}  # see output_format.py
 
 
 class Usage(BaseModel):
-    """Numbers of tokens."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -339,7 +339,7 @@ class Usage(BaseModel):
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as a number of JSON. Minus infinity, of an excluded token, is -9999, as in vLLM."""
+    """Return a log-probability for JSON. Minus infinity, of an excluded token, becomes -9999, as in vLLM."""
     return max(logprob, -9999.0)
 
 
@@ -347,7 +347,10 @@ def usage(num_prompt: int, num_cached: int, num_written: int, num_output: int) -
     """Return token counts in OpenAI's format.
 
     Args:
-        num_written: tokens of the prompt that were written to the prefix cache.
+        num_prompt: prompt tokens.
+        num_cached: prompt tokens found in the prefix cache.
+        num_written: prompt tokens written to the prefix cache.
+        num_output: generated tokens.
     """
     return {
         "prompt_tokens": num_prompt,

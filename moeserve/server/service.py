@@ -1,4 +1,4 @@
-"""`Service`: what endpoints use to generate. Each request passes through the queue, the engine, and the statistics."""
+"""`Service`: the interface through which endpoints generate. It queues requests, runs them, and counts them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from moeserve.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-# Requests admitted beyond the running ones, as a fraction, so that the engine always has a next request.
+# Fraction by which more requests are admitted than can run, so that the engine always has a next request.
 AHEAD = 0.25
 SECONDS_BETWEEN_LOOKS = 0.25  # interval between checks of the number of replicas
 MAX_LOGGED_FIELDS = 256  # number of unknown fields that are logged
-END_FIELDS = ("weight_versions", "routed_experts")  # of a choice; see `Service.end_fields`
-MAX_PREPARED = 2  # number of prompts that are rendered and tokenized at once
-# Time for requests that were ended to send their errors; the shorter one applies after a second signal.
+END_FIELDS = ("weight_versions", "routed_experts")  # fields of a choice at its end; see `Service.end_fields`
+MAX_PREPARED = 2  # maximum number of prompts that are rendered and tokenized at the same time
+# Seconds for ended requests to send their errors. The second value applies after a second signal.
 SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
 
 
 class Service:
-    """One served model. Endpoints validate requests, call `generate`, and write its outputs."""
+    """One served model. Endpoints validate requests, call `generate`, and convert outputs to responses."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class Service:
         """
         Args:
             model_names: names of the model that requests may use; responses use the first.
-            max_waiting: as for `Admission`, over all processes together.
+            max_waiting: maximum number of waiting outputs, over all processes together; see `Admission`.
             num_processes: number of processes that serve the engine. They share its capacity and the queue equally.
-            parser: name of the parser of tool calls and reasoning; None: that of the checkpoint's family.
-            chat_template: a template that replaces that of the checkpoint.
+            parser: name of the parser of tool calls and reasoning; None: the parser of the checkpoint's family.
+            chat_template: a template that replaces the checkpoint's.
             trusts_templates: requests may have a chat template of their own.
             is_strict: refuse requests with unknown fields.
             others: returns the totals of the server's other processes.
@@ -86,7 +86,7 @@ class Service:
             return math.ceil((max_running + int(AHEAD * max_running)) / num_processes)
 
         self.admission = Admission(num_admitted, math.ceil(max_waiting / num_processes))
-        # Renders conversations before they are sent to the engine. A long one takes a while, so clients take turns.
+        # Renders conversations before they are sent to the engine. Long ones take a while, so clients take turns.
         self.preparation = Admission(lambda: MAX_PREPARED, self.admission.max_outputs)
         self._others = others
         self._cache_epoch = 0  # see `Totals`
@@ -111,7 +111,7 @@ class Service:
 
     @property
     def totals(self) -> Totals:
-        """Totals of the requests to all processes. Those of other processes are up to a second old."""
+        """Totals of the requests to all processes. The totals of other processes are up to a second old."""
         return sum(self._others(), self.own_totals)
 
     @property
@@ -122,13 +122,14 @@ class Service:
 
     @property
     def _may_abort(self) -> bool:
-        """True if an aborted output is one that a pause has ended."""
+        """True if an output may be aborted by a pause, rather than by a shutdown."""
         return self.llm.config.weights.rl and not self.admission.is_closed
 
     def end_fields(self, output: CompletionOutput) -> dict[str, Any]:
-        """Return the fields that a choice has at the end of its output, for trainers.
+        """Return fields for trainers, which a choice has at the end of its output.
 
-        With `rl`, it has "weight_versions". If routes are returned, it has "routed_experts", a .npy file in base64.
+        With the setting `rl`, "weight_versions" is included. If routes are returned, "routed_experts" is included, as a
+        .npy file in base64.
         """
         fields: dict[str, Any] = {}
         if output.finish_reason is not None and self.llm.config.weights.rl:
@@ -143,7 +144,7 @@ class Service:
         """Return the model's name for the response.
 
         Raises:
-            ApiError: another model is requested.
+            ApiError: the request names another model.
         """
         if name is not None and name not in self.model_names:
             known = ", ".join(map(repr, self.model_names))
@@ -153,10 +154,10 @@ class Service:
         return self.model_names[0] if name is None else name
 
     def begin(self, body: RequestBody) -> str:
-        """Return the model's name for the response. Log unknown fields of a request, each name once.
+        """Return the model's name for the response. Log unknown fields of the request, each name once.
 
         Raises:
-            ApiError: another model is requested; or a field is unknown, and the server is strict.
+            ApiError: the request names another model, or has an unknown field and the server is strict.
         """
         for name in body.unknown_fields:
             if self._is_strict:
@@ -172,7 +173,7 @@ class Service:
         return self.require_model(body.model)
 
     def num_written(self, num_prompt: int, num_cached: int) -> int:
-        """Return the tokens of a prompt that were not found in the prefix cache, and are in it now: full blocks."""
+        """Return the number of prompt tokens that a request adds to the prefix cache: full blocks not found there."""
         config = self.llm.config
         return (
             max(0, num_prompt - num_cached - num_prompt % config.cache.block_size)
@@ -181,10 +182,10 @@ class Service:
         )
 
     def allowed_template(self, template: str | None) -> str | None:
-        """Return the chat template of a request.
+        """Return the request's chat template; None if it has none.
 
         Raises:
-            ApiError: templates of requests are not allowed.
+            ApiError: the server does not allow templates in requests.
         """
         if template and not self._trusts_templates:
             raise ApiError(
@@ -205,11 +206,11 @@ class Service:
         continue_final_message: bool = False,
         chat_template: str | None = None,
     ) -> list[int]:
-        """Render a conversation in a thread, because a long one takes a while and must not block other requests.
+        """Return the token ids of a conversation. Rendering runs in a thread, so that it does not block other requests.
 
         Args:
             continue_final_message: as for `LLM.chat_prompt`.
-            chat_template: a template of the request; None: that of the server.
+            chat_template: the request's template; None: the server's template.
 
         Raises:
             ApiError: there is no chat template, or it refuses the conversation.
@@ -229,7 +230,7 @@ class Service:
         return prompt["prompt_token_ids"]
 
     def parsed_params(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters that give outputs which the parser can read."""
+        """Return the sampling parameters, changed so that the parser can read the outputs."""
         if self.llm.codec is None:
             return params
         return readable_params(params, self.parser, self.llm.codec)
@@ -240,11 +241,11 @@ class Service:
         """Yield new output of a prompt.
 
         Args:
-            cache_salt: a salt that the client chose. Prefixes are shared only within a key and a salt.
+            cache_salt: a salt that the client chose. Requests share prefixes only if both API key and salt are equal.
 
         Raises:
             ApiError: the request cannot be served, or has failed.
-            PromptKept: instead of any output, if the request ends after its prompt.
+            PromptKept: raised instead of any output if the request ends after its prompt.
         """
         if params.kv_transfer is not None and params.kv_transfer.do_remote_decode:
             return _kept(self._traced(client, prompt, params.for_prompt(), cache_salt))
@@ -269,7 +270,7 @@ class Service:
         cache_salt: str | None,
         note_admitted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Implement `generate`. `note_admitted` is called when the prompt leaves the queue."""
+        """Implement `generate` without tracing. `note_admitted` is called when the prompt leaves the queue."""
         params.output_kind = RequestOutputKind.DELTA
         field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         epoch = f"{self._cache_epoch}:" if self._cache_epoch else ""
@@ -288,9 +289,9 @@ class Service:
                 raise api_error(error) from error
 
     async def follow_other_processes(self) -> None:
-        """Admit waiting requests when there are more replicas, and follow resets of the prefix cache.
+        """Admit waiting requests if replicas were added, and apply resets of the prefix cache.
 
-        This or another process may have added the replicas or reset the cache.
+        Any process of the server may have added the replicas or reset the cache.
         """
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
@@ -298,11 +299,11 @@ class Service:
             self._cache_epoch = max([self._cache_epoch, *(each.cache_epoch for each in self._others())])
 
     def reset_prefix_cache(self) -> None:
-        """Let later requests find no prefix of earlier ones; the digests of their blocks begin with another salt."""
+        """Make prefixes of earlier requests unfindable, by a new salt in the digests of later requests' blocks."""
         self._cache_epoch = time.time_ns()
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
-        """Refuse new requests, and wait until the running ones have ended. After a timeout, end them with an error.
+        """Refuse new requests, and wait until running requests have ended. After a timeout, end them with an error.
 
         Args:
             is_forced: returns True once running requests must end at once.
@@ -313,7 +314,7 @@ class Service:
         while self.admission.num_running and time.monotonic() < ends_at and not is_forced():
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.llm.shutdown)
-        # Wait until they have sent their errors, but not for long: some clients do not read.
+        # Wait until ended requests have sent their errors, but not for long, because some clients do not read.
         ends_at = time.monotonic() + (SECONDS_TO_END_AT_ONCE if is_forced() else SECONDS_TO_END)
         while self.admission.num_running and time.monotonic() < ends_at:
             await asyncio.sleep(0.02)
@@ -322,7 +323,7 @@ class Service:
 
 
 async def _kept(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """Raise PromptKept at the end of the only output, which has one token."""
+    """Yield outputs that are not finished. At the end, raise PromptKept with the parameters of the KV transfer."""
     params = None
     async with contextlib.aclosing(outputs):
         async for output in outputs:

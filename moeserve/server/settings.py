@@ -86,11 +86,11 @@ class ServerSettings:
 
     @property
     def parser_name(self) -> str | None:
-        """The name of the parser of answers, whichever setting gives it."""
+        """The name of the parser of answers, from any of its three settings; None: no name is set."""
         return self.answer_parser or self.tool_call_parser or self.reasoning_parser
 
     def read_chat_template(self) -> str | None:
-        """Return the text of the chat template's file; None if there is none.
+        """Return the text of the file with the chat template; None if no file is set.
 
         Raises:
             SettingsError: the file cannot be read.

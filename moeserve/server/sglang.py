@@ -1,4 +1,4 @@
-"""Routes for trainers that call SGLang, such as slime, with its names and payloads. They exist only with `rl`."""
+"""Routes for trainers that call SGLang's API, such as slime. They exist only with the setting `rl`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeserve.server.rollouts import end_all_requests, finished
 from moeserve.server.schema import Bounded, TokenId
 from moeserve.server.service import Service
 
-# SGLang's names of sampling parameters, and those of `SamplingParams`
+# SGLang's names of sampling parameters -> names in `SamplingParams`.
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 NO_EFFECT = ("no_stop_trim", "spaces_between_special_tokens")
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
@@ -51,11 +51,11 @@ class VersionBody(BaseModel):
 
 
 class AbortBody(BaseModel):
-    abort_all: Literal[True]  # ids of requests are not known here
+    abort_all: Literal[True]  # this server does not know requests by id
 
 
 def add_sglang_routes(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the routes of this file, for administrators."""
+    """Add the routes of SGLang's API, which need an administrator's key."""
 
     def require_key(request: Request) -> None:
         require_administrator(keys, request.headers)
@@ -104,7 +104,7 @@ def add_sglang_routes(app: FastAPI, service: Service, keys: Keys) -> None:
 
     @app.post("/update_weight_version", dependencies=of_administrator)
     async def update_weight_version(body: VersionBody) -> dict[str, Any]:
-        """Give the weights another version; prefixes of the old one are not found any more."""
+        """Name a new version of the weights. Prefixes computed with the old version are not found any more."""
         await finished(llm.start_weight_update())
         await finished(llm.finish_weight_update(body.new_version))
         return {"success": True, "new_version": body.new_version}
@@ -119,7 +119,7 @@ def _done(message: str) -> dict[str, Any]:
 
 
 async def _generated(service: Service, body: GenerateBody, request: Request) -> dict[str, Any]:
-    """Return one output of a prompt."""
+    """Generate one output for a prompt, and return it in SGLang's form."""
     prompt = body.text if body.input_ids is None else body.input_ids
     if prompt is None or (body.text is not None and body.input_ids is not None):
         raise ApiError(400, "give either input_ids or text", param="input_ids")
@@ -149,7 +149,7 @@ async def _generated(service: Service, body: GenerateBody, request: Request) -> 
 
 
 def _facts(output: RequestOutput, gained: CompletionOutput, num_tokens: int) -> dict[str, Any]:
-    """Return what is known at the end of an output."""
+    """Return the metadata of a finished output, in SGLang's form."""
     reason: dict[str, Any] = {"type": gained.finish_reason}
     if gained.finish_reason == "length":
         reason["length"] = num_tokens

@@ -1,4 +1,4 @@
-"""Statistics of the last seconds and minutes: rates and mean latencies, their history, and a line in the log."""
+"""Statistics: current rates and mean latencies, their history over ten minutes, and lines in the log."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 SECONDS_OF_RATES = 10  # length of the window over which rates are measured
 SECONDS_BETWEEN_POINTS = 5
-NUM_POINTS = 120  # of the history: ten minutes
+NUM_POINTS = 120  # number of points in the history: ten minutes
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second, and mean latencies in seconds; None if no token arrived."""
+    """Tokens per second, and mean latencies in seconds. A latency is None if no token arrived."""
 
     generated_tokens: float
     prompt_tokens: float
@@ -31,7 +31,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Point:
-    """The state of the server at one time, with the rates of the seconds before."""
+    """The state of the server at one time, with the rates of the preceding ten seconds."""
 
     rates: Rates
     num_admitted: int
@@ -40,15 +40,15 @@ class Point:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts since the start, at one time."""
+    """Counts from the start of the server to one time."""
 
     at_s: float
     num_generated: int
     num_prompt: int
     num_cached: int
-    first_tokens_s: float  # sum over `num_first`
+    first_tokens_s: float  # sum of `num_first` latencies
     num_first: int
-    between_tokens_s: float  # sum over `num_between`
+    between_tokens_s: float  # sum of `num_between` latencies
     num_between: int
 
     @classmethod
@@ -66,7 +66,7 @@ class _Counts:
         )
 
     def rates_since(self, before: _Counts) -> Rates:
-        """Return the rates between two times. Counts fall when a process has ended; such rates are 0."""
+        """Return the rates between two times. If counts fell because a process has ended, the rates are 0."""
         seconds = max(self.at_s - before.at_s, 1e-3)
         num_first, num_between = self.num_first - before.num_first, self.num_between - before.num_between
         return Rates(
@@ -104,7 +104,7 @@ class Statistics:
         return _Counts.of(self._service.totals, now_s).rates_since(self._last_seconds[0])
 
     def sample(self, now_s: float) -> None:
-        """Note the counts of this second. Add a point to the history, and write a line to the log, if it is time."""
+        """Record the counts of this second. At their intervals, add a point to the history, and log a line."""
         totals = self._service.totals
         counts = _Counts.of(totals, now_s)
         if self._num_samples % SECONDS_BETWEEN_POINTS == 0:

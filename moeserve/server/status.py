@@ -23,7 +23,7 @@ class ReplicaStatus(BaseModel):
 
 
 class ExpertLoad(BaseModel):
-    """Tokens of experts and ranks in the last load window."""
+    """Tokens that experts and ranks computed in the last load window."""
 
     layers: tuple[int, ...]
     tokens_of_expert: tuple[tuple[int, ...], ...]  # by layer and expert
@@ -31,7 +31,7 @@ class ExpertLoad(BaseModel):
 
 
 class History(BaseModel):
-    """The last ten minutes: a value for each interval, the newest last. Latencies are means; null: no token arrived."""
+    """The last ten minutes: a value per interval, newest last. Latencies are means; null if no token arrived."""
 
     interval: int  # seconds
     generated_tokens: list[float]  # per second
@@ -59,7 +59,7 @@ class Status(BaseModel):
 
 
 class StatusReader:
-    """Collects the state of one server."""
+    """Collects the data of the status page."""
 
     def __init__(self, service: Service, statistics: Statistics) -> None:
         self._service, self._statistics = service, statistics

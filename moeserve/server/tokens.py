@@ -52,7 +52,8 @@ async def tokenize(service: Service, client: Client, body: TokenizeRequest) -> R
     """Return the tokens of a text or a conversation, in the form of `Tokenized`.
 
     Raises:
-        ApiError: not exactly one of them is given, the tokenizer refuses it, or there is no tokenizer.
+        ApiError: both a text and a conversation are given, or neither; the tokenizer refuses it; or there is no
+            tokenizer.
     """
     service.begin(body)
     codec = _codec(service)

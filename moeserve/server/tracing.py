@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def open_tracing(endpoint: str | None) -> Tracing | None:
-    """Return an object that sends spans to an endpoint; None without an endpoint. Raises errors as `check_tracing`."""
+    """Return an object that sends spans to `endpoint`; None without an endpoint. Errors are as for `check_tracing`."""
     check_tracing(endpoint)
     return None if endpoint is None else Tracing(endpoint)
 
@@ -66,10 +66,10 @@ class Tracing:
         params: SamplingParams,
         generate: Callable[[Callable[[], None]], AsyncGenerator[RequestOutput, None]],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a prompt, and send a span at their end. The span continues the client's trace, if any.
+        """Yield the outputs of a prompt, and send a span at their end. The span continues a trace that the client sent.
 
         Args:
-            generate: returns the outputs. It must call its argument when the prompt leaves the queue.
+            generate: returns the outputs. `generate` must call its argument when the prompt leaves the queue.
         """
         span, began_s = self._begin(client, model, params), time.monotonic()
         finish_reasons: dict[int, str] = {}
@@ -102,7 +102,7 @@ class Tracing:
             span.end()
 
     def close(self) -> None:
-        """Send the spans that have ended, unless the receiver fails."""
+        """Send the spans that have ended. Spans are lost if the receiver fails."""
         self._provider.shutdown()
 
     def _begin(self, client: Client, model: str, params: SamplingParams) -> Span:

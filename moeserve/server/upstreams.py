@@ -1,4 +1,4 @@
-"""The servers behind the router, and their load."""
+"""The servers behind a router, and how busy they are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moeserve.errors import SettingsError, shown
 
 CONNECT_S = 3.0  # timeout for connecting to a host
 AVOID_S = 5.0  # time after a failure for which other servers are preferred
-# Each server is asked for /health at this interval. It is silent once it has not answered two times.
+# Each server is asked for /health at this interval. After two failed checks in a row, it counts as silent.
 HEALTH_INTERVAL_S, HEALTH_TIMEOUT_S, MAX_FAILED_CHECKS = 1.0, 2.0, 2
-# Shorter than the time after which servers close idle connections, so that no closing connection is used.
+# Shorter than the time after which servers close idle connections, so that requests use no connection that is closing.
 IDLE_S = 2.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # to detect that a host is gone
 
@@ -35,14 +35,14 @@ class SilentError(OSError):
 
 
 class Upstream:
-    """One server."""
+    """One server behind the router."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.load = 0  # total work of its current requests
+        self.load = 0  # total work of the server's current requests; see `loaded`
         self._avoided_until = 0.0
         self._num_failed_checks = 0
-        self._waiting: set[asyncio.Task[aiohttp.ClientResponse]] = set()  # for the beginning of a response
+        self._waiting: set[asyncio.Task[aiohttp.ClientResponse]] = set()  # tasks that wait for a response to begin
 
     @property
     def is_silent(self) -> bool:
@@ -57,7 +57,7 @@ class Upstream:
         self._avoided_until = time.monotonic() + AVOID_S
 
     async def watch(self, client: aiohttp.ClientSession) -> None:
-        """Check the server's health at intervals, without end. If it is silent, end the requests that wait for it."""
+        """Check the server's health at intervals, forever. Cancel requests that wait for it while it is silent."""
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
@@ -74,7 +74,7 @@ class Upstream:
         """Wait for the beginning of a response.
 
         Raises:
-            SilentError: the server does not answer checks of its health.
+            SilentError: the server does not respond to health checks.
         """
         if self.is_silent:
             answer.close()
@@ -93,7 +93,7 @@ class Upstream:
 
     @contextlib.contextmanager
     def loaded(self, amount: int) -> Iterator[None]:
-        """Add a request's amount of work to the load within the context."""
+        """Within the context, add the amount of work of a request to the server's load."""
         self.load += amount
         try:
             yield
@@ -107,7 +107,7 @@ class Pool:
     def __init__(self, name: str, urls: Iterable[str]) -> None:
         """
         Args:
-            name: name of the setting, for error messages.
+            name: name of the setting that has the URLs, for error messages.
 
         Raises:
             SettingsError: a URL cannot be used.
@@ -115,12 +115,12 @@ class Pool:
         self.servers = [Upstream(_base_url(name, url)) for url in urls]
 
     def by_load(self) -> list[Upstream]:
-        """Return the servers, the least loaded first, and those that failed recently last."""
+        """Return the servers, the least loaded first, and servers that are avoided last."""
         return sorted(self.servers, key=lambda server: (server.is_avoided, server.load))
 
 
 def open_client() -> aiohttp.ClientSession:
-    """Return a client that passes bodies on unchanged, and keeps no state between requests."""
+    """Return an HTTP client that passes bodies on unchanged, and keeps no cookies."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_watched_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -131,13 +131,13 @@ def open_client() -> aiohttp.ClientSession:
 
 
 def request_headers(headers: Headers, request_id: str) -> list[tuple[str, str]]:
-    """Return the headers that a server receives with a client's request, including the API key."""
+    """Return the headers that a server gets with a client's request, including the API key."""
     passed = [(name, value) for name, value in headers.items() if name not in OWN_REQUEST_HEADERS]
     return [*passed, ("x-request-id", request_id)]
 
 
 def answer_headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """Return the headers that the client receives with a server's response."""
+    """Return the headers that the client gets with a server's response."""
     return [(name, value) for name, value in answer.raw_headers if name.lower() not in OWN_ANSWER_HEADERS]
 
 
@@ -154,7 +154,7 @@ def _base_url(name: str, url: str) -> str:
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that fails if its peer's host is gone, however long a response may take."""
+    """Return a socket that fails if the other host is gone, even while a response takes long."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

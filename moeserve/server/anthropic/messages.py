@@ -47,13 +47,13 @@ from moeserve.server.service import Service
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
 
 
-BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # differs from request to request
-SIGNATURE = "moeserve"  # of all reasoning; clients do not send back reasoning without one
+BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")  # a line that differs between requests
+SIGNATURE = "moeserve"  # of all reasoning, because clients do not send back reasoning without a signature
 UNSEEN_TYPES = ("image", "document")  # types of blocks that a user expects the model to read
 
 
 class Part(Body):
-    """A part of a request that may end a cached prefix. This changes only the usage: prefixes are always cached."""
+    """A part of a request that may be marked as the end of a cached prefix. Marks only change how usage is reported."""
 
     cache_control: Any = None
 
@@ -76,7 +76,7 @@ class ToolUseBlock(Part):
 
 
 class OtherBlock(Part):
-    """A block of a tool that only its provider can run, or of another kind. It becomes text, or is left out."""
+    """A block of a provider's tool, or of an unknown type. It becomes text, or is left out."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -86,7 +86,7 @@ class OtherBlock(Part):
     def text(self) -> str:
         fields = self.model_extra or {}
         source = fields.get("source")
-        if isinstance(source, dict):  # of a document
+        if isinstance(source, dict):  # a document
             return found_text(source.get("data") if source.get("type") == "text" else source.get("content"))
         return found_text(fields.get("content"))
 
@@ -100,7 +100,7 @@ BLOCK_TAGS = {
 
 
 def _type_in(*types: str) -> Callable[[Any], str]:
-    """Return a function that returns the tag of a block, that of other blocks if it has none of these types."""
+    """Return a function that returns a block's tag: the tag of its type, or "OtherBlock" if `types` lacks the type."""
 
     def block_type(block: Any) -> str:
         found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
@@ -153,7 +153,7 @@ class CustomTool(Part):
 
 
 class ProviderTool(Part):
-    """A tool that only its provider can run. The model does not see it."""
+    """A tool that only the provider of the API can run. The model does not see it."""
 
     type: str
 
@@ -196,7 +196,7 @@ class OutputConfig(Body):
 
 
 class CountRequest(Part, RequestBody):
-    """A conversation, without parameters for generating the answer."""
+    """A conversation, without the parameters for generating an answer."""
 
     model: str
     messages: Annotated[list[InputMessage], Bounded(LIMITS.max_messages, min_length=1)]
@@ -212,7 +212,7 @@ class CountRequest(Part, RequestBody):
 
     @property
     def marks_cached_prefixes(self) -> bool:
-        """True if the client uses Anthropic's prompt cache, and so expects its usage."""
+        """True if the client marks cached prefixes, and so expects usage to report them."""
         contents = [message.content or "" for message in self.messages] + [self.system or ""]
         parts: list[Any] = [self, *(self.tools or ())]
         parts += [part for content in contents if not isinstance(content, str) for part in content]
@@ -305,7 +305,7 @@ async def count_tokens(service: Service, client: Client, body: CountRequest) -> 
 
 
 def answer(service: Service, client: Client, body: MessagesRequest) -> Reply:
-    """Answer a request.
+    """Return the response to a request.
 
     Raises:
         ApiError: the conversation or a parameter cannot be served.
@@ -416,7 +416,7 @@ def _event(part: BlockEvent) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> Any:
-    """Return the arguments of a call as an object; empty if they were cut off, or are nested too deeply."""
+    """Return the arguments of a call as an object; empty if the text was cut off or is nested too deeply."""
     try:
         found = nested_json.parse(arguments or "{}")
     except ValueError:
@@ -425,7 +425,7 @@ def _object(arguments: str) -> Any:
 
 
 def _is_begun_answer(message: Mapping[str, Any]) -> bool:
-    """Return True for a message of the assistant that the answer continues."""
+    """Return True if the answer continues this message, which is the assistant's."""
     return message["role"] == "assistant" and bool(message["content"]) and "tool_calls" not in message
 
 
@@ -435,7 +435,7 @@ def _function(tool: CustomTool) -> FunctionTool:
 
 
 def _instructions(content: str | Sequence[InputBlock]) -> str:
-    """Return the text of system instructions, without lines for billing, so that prefixes are found in the cache."""
+    """Return the text of system instructions. Billing lines are dropped: they would prevent prefix cache hits."""
     texts = [content] if isinstance(content, str) else [_block_text(block) for block in content]
     return "\n".join(
         filter(None, (BILLING_LINE.sub("", text, count=1) if BILLING_LINE.match(text) else text for text in texts))
@@ -447,7 +447,7 @@ def _block_text(block: InputBlock) -> str:
 
 
 def _result(content: str | Sequence[ResultBlock]) -> str:
-    """Return the text of a tool's result, in which blocks without text are named."""
+    """Return the text of a tool's result. A block without text, such as an image, is replaced by its type."""
     if isinstance(content, str):
         return content
     return "\n".join(block.text or ("" if isinstance(block, TextBlock) else omitted(block.type)) for block in content)
@@ -457,7 +457,7 @@ def _converted(name: str, message: InputMessage) -> list[dict[str, Any]]:
     """Return a message in OpenAI's format, where each tool result is a separate message.
 
     Raises:
-        ApiError: the user has sent no content, or a picture or a document that is not a text.
+        ApiError: a user's or system message has no content, or the user has sent an image or a document without text.
     """
     if message.content is None and message.role != "assistant":
         raise ApiError(400, f"{name}: a message of the role {message.role!r} needs a content", param="messages")

@@ -47,14 +47,14 @@ REASONING_TYPES = ("thinking", "redacted_thinking", "reasoning", "reasoning_text
 
 
 class Part(Body):
-    """A part of a message. A part that is not a text is refused, or named in a text; see `_content`."""
+    """A part of a message. `_content` refuses parts that are not text, or replaces them by their type."""
 
     type: str
     text: HistoryText | None = None
     refusal: HistoryText | None = None
-    thinking: Any = None  # a text or parts, of the types `thinking` and `reasoning`
+    thinking: Any = None  # of parts of the types `thinking` and `reasoning`: a text, or parts
     reasoning: Any = None
-    id: HistoryText | None = None  # these three are of the type `tool_use`
+    id: HistoryText | None = None  # id, name and input: of parts of the type `tool_use`
     name: HistoryText = ""
     input: Any = None
 
@@ -66,7 +66,7 @@ class Part(Body):
 
 class CalledFunction(Body):
     name: HistoryText = ""
-    arguments: Any = ""  # JSON; also an object, and JSON that is cut off
+    arguments: Any = ""  # JSON text, which may be cut off, or an object
 
 
 class CustomCall(Body):
@@ -82,7 +82,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of the conversation. Further fields, such as reasoning_content, are passed to the template."""
+    """A message of the conversation. Additional fields, such as reasoning_content, are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -93,7 +93,7 @@ class Message(Body):
     name: str | None = None
     function_call: CalledFunction | None = None  # the older form of tool_calls
     refusal: str | None = None
-    prefix: bool | None = None  # of the last message: the answer continues it, as in Mistral's and DeepSeek's APIs
+    prefix: bool | None = None  # in the last message: the answer continues it, as in Mistral's and DeepSeek's APIs
     annotations: Annotated[Any, Ignored("a part of answers")] = None
     audio: Annotated[Any, Ignored("a part of answers; their text is in `content`")] = None
     parsed: Annotated[Any, Ignored("a part of answers")] = None
@@ -101,7 +101,7 @@ class Message(Body):
 
 
 class Thinking(Body):
-    type: str | None = None  # "enabled", "disabled", or a name for the default of the template
+    type: str | None = None  # "enabled", "disabled", or another name for the template's default
 
 
 class ChatRequest(SamplingFields):
@@ -122,7 +122,7 @@ class ChatRequest(SamplingFields):
     web_search_options: Annotated[Any, Refused("the server runs no tools")] = None
     prediction: Annotated[Any, Ignored("a hint")] = None
     verbosity: Annotated[Any, Ignored("a hint; say it in the instructions")] = None
-    # As in vLLM.
+    # vLLM's fields.
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -139,7 +139,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def has_functions(self) -> bool:
-        """True if the request, and so the answer, has functions instead of tools."""
+        """True if the request uses the older fields for functions, so that the answer does too."""
         return self.functions is not None and self.tools is None
 
     @property
@@ -182,7 +182,7 @@ class ChatCompletion(BaseModel):
 
 
 async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
-    """Answer a request.
+    """Return the response to a request.
 
     Raises:
         ApiError: the conversation or a parameter cannot be served.
@@ -220,13 +220,13 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
 
 
 def template_input(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the form that conversations have, with contents as texts and calls as calls of functions.
+    """Return messages for a chat template, with contents as texts, and all tool calls as calls of functions.
 
     Raises:
         ApiError: a message has a part that the model cannot read.
     """
     converted: list[dict[str, Any]] = []
-    last_id = None  # of the last call in the older form, whose result does not name it
+    last_id = None  # id of the last call in the older form, whose result does not name it
     for place, message in enumerate(messages):
         fields = message.model_dump(exclude_none=True, exclude={"content", "tool_calls", "function_call", "prefix"})
         fields["content"] = _content(f"messages.{place}.content", message)
@@ -261,10 +261,11 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _content(name: str, message: Message) -> str | None:
-    """Return the content of a message as a text.
+    """Return the content of a message as text.
 
-    In a history, parts that the model cannot read become a text that names them, because the client cannot take them
-    back. In what a user sends, they are refused. Reasoning and calls of an answer are not a part of its text.
+    In messages of the user or system, parts that are not text are refused. In the assistant's and tools' messages, they
+    are replaced by their type, because the client cannot change its history. The assistant's reasoning and tool calls
+    are left out.
     """
     if message.content is None or isinstance(message.content, str):
         return message.content
@@ -349,7 +350,7 @@ class _Answer:
         yield b"data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any] | None], None]:
-        """Yield new parts of choices: the index, a part of the message, other fields, and log-probabilities."""
+        """Yield new parts of choices: index, part of the message, other fields of the choice, and log-probabilities."""
         async with contextlib.aclosing(self._deltas):
             async for delta in self._deltas:
                 self._prompt_token_ids, self._num_cached = delta.prompt_token_ids, delta.num_cached
@@ -377,7 +378,7 @@ class _Answer:
         return {"content": content}
 
     def _token_logprob(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
-        """Return one token with its log-probability and its bytes, which may be a part of a character."""
+        """Return one token with its log-probability and its bytes, which may be an incomplete character."""
         codec = self._service.llm.codec
         is_text = logprob.decoded_token is not None and not self._body.return_tokens_as_token_ids
         token = logprob.decoded_token if is_text else f"token_id:{token_id}"
@@ -398,7 +399,7 @@ def _message_part(delta: TurnDelta) -> dict[str, Any]:
     if delta.content:
         part["content"] = delta.content
     if delta.reasoning:
-        part["reasoning_content"] = part["reasoning"] = delta.reasoning  # the names of DeepSeek and of vLLM
+        part["reasoning_content"] = part["reasoning"] = delta.reasoning  # the names that DeepSeek and vLLM use
     if delta.tool_calls:
         part["tool_calls"] = [
             {"index": call.index}
@@ -410,14 +411,14 @@ def _message_part(delta: TurnDelta) -> dict[str, Any]:
 
 
 def _with_function_call(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a message with its call, the only one, in the older form."""
+    """Return a part of a message with its only call in the older form."""
     calls = [call["function"] for call in part.get("tool_calls", [])]
     others = {name: value for name, value in part.items() if name != "tool_calls"}
     return others | ({"function_call": calls[0]} if calls else {})
 
 
 def _extend(message: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a part to a message."""
+    """Append a new part to a message."""
     for name in ("content", "reasoning_content", "reasoning"):
         if name in part:
             message[name] = (message.get(name) or "") + part[name]

@@ -1,4 +1,4 @@
-"""The tools of a chat completion, and the choice of the functions among them that the model may call."""
+"""The tools of a chat completion, and `tool_choice`, which selects the functions that the model may call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeserve.server.schema import Body, Bounded
 
 
 class OtherTool(Body):
-    """A tool that is not a function, such as a search of the provider. The model does not see it."""
+    """A tool that is not a function, such as a provider's web search. The model does not see it."""
 
 
 def _tool_type(tool: Any) -> str:
@@ -40,7 +40,7 @@ class AllowedTools(Body):
 
     @property
     def names(self) -> set[Any]:
-        """The names of the functions."""
+        """The names of the allowed functions."""
         functions = [tool.get("function") for tool in self.tools]
         return {str(function.get("name")) for function in functions if isinstance(function, dict)}
 
@@ -68,7 +68,7 @@ ToolChoice: TypeAlias = Annotated[
 
 
 def offered_tools(tools: Sequence[Tool], choice: ToolChoice | None = None) -> dict[str, FunctionTool]:
-    """Return the functions that the model may call, keyed by their fields in the request, such as "tools.0"."""
+    """Return the functions that the model may call, keyed by their field in the request, such as "tools.0"."""
     functions = {f"tools.{place}": tool for place, tool in enumerate(tools) if isinstance(tool, FunctionTool)}
     if not isinstance(choice, AllowedChoice):
         return functions
@@ -77,7 +77,7 @@ def offered_tools(tools: Sequence[Tool], choice: ToolChoice | None = None) -> di
 
 
 def mode_of(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | NamedTool | None:
-    """Return a choice in the form that `Conversation` has, which does not list allowed tools."""
+    """Return a choice in the form of `Conversation`. A list of allowed tools is reduced to its mode."""
     match choice:
         case AllowedChoice():
             return choice.allowed_tools.mode

@@ -1,4 +1,4 @@
-"""`/v1/completions`: continues one or several prompts."""
+"""`/v1/completions`: continues one or more prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moeserve.server.schema import (
 )
 from moeserve.server.service import END_FIELDS, Service
 
-# A place in the text, a token there, and the log-probabilities of tokens there; None at the start of a prompt.
+# Offset in the text, token id, and the log-probabilities of tokens at this position; None at the start of a prompt.
 _Position: TypeAlias = tuple[int, int, dict[int, Logprob] | None]
 TokenIds = Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)]
 SEVERAL = Bounded(LIMITS.max_prompts, min_length=1)
@@ -76,7 +76,7 @@ class Completion(BaseModel):
 
 
 def complete(service: Service, client: Client, body: CompletionRequest) -> Reply:
-    """Answer a request.
+    """Return the response to a request.
 
     Raises:
         ApiError: a parameter cannot be served.
@@ -85,7 +85,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
     prompts = body.prompts()
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, f"best_of={body.best_of} is not supported; leave it out, or set n", param="best_of")
-    # A request for no tokens scores its prompt. The engine generates one token in any case, which is dropped.
+    # max_tokens=0 means to score the prompt. The engine generates one token nevertheless, which is dropped.
     params = body.sampling_params(
         service.default_params,
         max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
@@ -117,7 +117,7 @@ class _Answer:
         self._service, self._client, self._body, self._params = service, client, body, params
         self._head = {"id": f"cmpl-{client.request_id}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = model
-        self._lengths: dict[int, tuple[int, int]] = {}  # by prompt: its tokens, and its cached tokens
+        self._lengths: dict[int, tuple[int, int]] = {}  # by prompt: number of tokens, and of cached tokens
         self._num_output = 0
         self._offsets: dict[int, _Offsets] = {}  # by choice
 
@@ -216,7 +216,7 @@ class _Answer:
         return "" if codec is None else codec.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _logprobs(self, positions: list[_Position]) -> dict[str, Any]:
-        """Return log-probabilities as four lists by position. The first token of a prompt has none."""
+        """Return log-probabilities as four lists by position. For the first token of a prompt, they are None."""
         tokens, chosen, most_likely = [], [], []
         for _, token_id, position in positions:
             tokens.append(self._token(token_id, None if position is None else position[token_id]))
@@ -245,14 +245,14 @@ class _Answer:
 
 
 class _Offsets:
-    """Places of tokens in a text. A token whose character is not yet complete is at the place of that character."""
+    """Offsets of tokens in a text, in characters. A token inside a character has the offset of this character."""
 
     def __init__(self, codec: TextCodec | None, hides_special: bool) -> None:
-        self.start = 0  # place of the next token
+        self.start = 0  # offset of the next token
         self._detokenizer = None if codec is None else codec.detokenizer(skip_special_tokens=hides_special)
 
     def next(self, token_id: int) -> int:
-        """Return the place of the next token."""
+        """Return the offset of the next token."""
         place = self.start
         if self._detokenizer is not None:
             self.start += len(self._detokenizer.feed(token_id))

@@ -1,4 +1,4 @@
-"""Input items of the Responses API, and the chat messages that they stand for."""
+"""Input items of the Responses API, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moeserve.server.errors import ApiError
 from moeserve.server.openai.response_tools import OfferedTools, arguments_of_input
 from moeserve.server.schema import Body, Bounded
 
-RESULTS = ("output", "outputs", "results", "error")  # fields of items that hold the result of a call
-REASONING_PREFIX = "moeserve1."  # begins the reasoning that this server returns as encrypted_content
+RESULTS = ("output", "outputs", "results", "error")  # fields that hold the result of a call in various items
+REASONING_PREFIX = "moeserve1."  # start of the reasoning that this server returns as encrypted_content
 
 
 class TextPart(Body):
@@ -57,7 +57,7 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """A call of a function, which has arguments, or of a custom tool, which has an input."""
+    """A call of a function, which has arguments, or of a custom tool, which has a text input."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: HistoryText = ""
@@ -68,7 +68,7 @@ class CallItem(Body):
 
     @property
     def json_arguments(self) -> str:
-        """The arguments of the function that the model sees."""
+        """The arguments of the function that stands for the tool in the prompt."""
         return self.arguments if self.type == "function_call" else arguments_of_input(self.input or "")
 
 
@@ -86,7 +86,7 @@ class ReasoningItem(Body):
 
     @property
     def text(self) -> str:
-        """The reasoning; empty if only another provider can read it."""
+        """The text of the reasoning; empty if only another provider can read it."""
         return _text(self.content) or _decoded(self.encrypted_content or "") or _text(self.summary)
 
 
@@ -96,7 +96,7 @@ class ItemReference(Body):
 
 
 class OtherItem(Body):
-    """An item of a tool that only its provider can run, or of another kind."""
+    """An item of a provider's tool, or of an unknown type."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -139,10 +139,10 @@ ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 def chat_messages(items: Sequence[Item], tools: OfferedTools) -> list[dict[str, Any]]:
-    """Return items as chat messages, in which reasoning and calls are parts of one assistant message.
+    """Return items as chat messages. Reasoning, text and calls in a row become one assistant message.
 
     Raises:
-        ApiError: a message of the user has a part that is not a text.
+        ApiError: a message of the user has a part that is not text.
     """
     messages: list[dict[str, Any]] = []
     for place, item in enumerate(items):
@@ -174,7 +174,7 @@ def _add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments
 
 
 def _add_other(messages: list[dict[str, Any]], item: OtherItem) -> None:
-    """Add an item of another kind. Leave out a call that only its provider runs, if it has no result."""
+    """Add an item of an unknown type. A call that a provider's tool made is left out if it has no id and no result."""
     fields = item.model_extra or {}
     call_id, item_id = (value if isinstance(value := fields.get(name), str) else "" for name in ("call_id", "id"))
     result = next((value for name in RESULTS if (value := fields.get(name)) is not None), None)
@@ -196,14 +196,14 @@ def _add_result(messages: list[dict[str, Any]], call_id: str, result: Any) -> No
 
 
 def _assistant(messages: list[dict[str, Any]], unless: str | None = None) -> dict[str, Any]:
-    """Return the last message if it is the assistant's and lacks the field `unless`, else a new one, appended."""
+    """Return the last message if it is the assistant's and lacks the field `unless`; else append a new message."""
     if not messages or messages[-1]["role"] != "assistant" or (unless is not None and unless in messages[-1]):
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def _text(content: str | Sequence[Part]) -> str:
-    """Return the text of a content, in which other parts are named."""
+    """Return the text of a content. A part without text, such as an image, is replaced by its type."""
     return content if isinstance(content, str) else "\n".join(map(_part_text, content))
 
 
@@ -236,10 +236,10 @@ def encoded_reasoning(reasoning: str) -> str:
 
 
 def _decoded(content: str) -> str:
-    """Return the reasoning; an empty text if another server has encrypted it."""
+    """Return the text in `encrypted_content`; empty if another server has encrypted it."""
     if not content.startswith(REASONING_PREFIX):
         return ""
     try:
         return base64.b64decode(content.removeprefix(REASONING_PREFIX), altchars="-_", validate=True).decode()
-    except (binascii.Error, ValueError):  # changed on the way
+    except (binascii.Error, ValueError):  # the client has changed the content
         return ""

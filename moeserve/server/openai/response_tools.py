@@ -1,4 +1,4 @@
-"""The tools of a request to the Responses API as functions of the model, and the names by which its answer has them."""
+"""Converts the tools of a Responses API request to functions, and the functions' names in the answer back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moeserve.config.limits import LIMITS
 from moeserve.server.conversation import LONG_TOOL_NAME, Function, FunctionTool
 from moeserve.server.schema import Body, Bounded
 
-CUSTOM_INPUT = "input"  # the parameter of a custom tool, which has a text instead of arguments
+CUSTOM_INPUT = "input"  # parameter of the function that stands for a custom tool
 
 
 class Repeated(Body):
-    """A part of a tool. Responses contain the tools of their requests, with all fields."""
+    """A part of a tool. Unknown fields are kept, because a response repeats the tools of its request."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,7 +36,7 @@ class CustomFormat(Repeated):
 
 
 class CustomTool(Repeated):
-    """A tool whose input is a text. The model calls it as a function with one parameter."""
+    """A tool whose input is a text. For the model, it is a function with one parameter."""
 
     type: Literal["custom"]
     name: str
@@ -84,7 +84,7 @@ Tool: TypeAlias = Annotated[OneTool | Annotated[NamespaceTool, Tag("NamespaceToo
 class OfferedTool:
     """A tool that the model may call."""
 
-    field: str  # of the request
+    field: str  # the tool's field in the request
     function: Function  # as the model sees it
     name: str  # as the client calls it
     namespace: str | None
@@ -94,7 +94,8 @@ class OfferedTool:
 class OfferedTools:
     """The tools of a request that the model may call.
 
-    A tool inside a namespace has its own name, or, if several tools have that name, one that begins with the namespace.
+    The function for a tool in a namespace has the tool's name. If several tools have this name, the namespace is put
+    before the name.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -111,18 +112,18 @@ class OfferedTools:
 
     @property
     def functions(self) -> dict[str, FunctionTool]:
-        """The functions, each keyed by the request field of its tool, such as `tools[2]`."""
+        """The functions, each keyed by the request field of its tool, such as "tools.2"."""
         return {tool.field: FunctionTool(function=tool.function) for tool in self._tools.values()}
 
     def find(self, function_name: str) -> OfferedTool | None:
         return self._tools.get(function_name)
 
     def function_name(self, name: str, namespace: str | None = None) -> str:
-        """Return the name of the function that stands for a tool of the client."""
+        """Return the name of the function for the client's tool `name`."""
         return self._names.get((namespace, name), name)
 
     def only(self, function_names: set[str]) -> OfferedTools:
-        """Return the tools whose functions have these names."""
+        """Return only the tools whose functions have these names."""
         chosen = OfferedTools(())
         chosen._tools = {name: tool for name, tool in self._tools.items() if name in function_names}
         chosen._names = self._names
@@ -130,7 +131,7 @@ class OfferedTools:
 
 
 def _flattened(tools: Sequence[Tool]) -> Iterator[tuple[str, str | None, FlatTool | CustomTool]]:
-    """Yield the tools that can be offered, each with its field in the request and its namespace."""
+    """Yield the tools that can be offered to the model, each with its field in the request and its namespace."""
     for place, tool in enumerate(tools):
         if isinstance(tool, NamespaceTool):
             for inner_place, inner in enumerate(tool.tools):
@@ -157,12 +158,12 @@ def _function(name: str, tool: FlatTool | CustomTool) -> Function:
 
 
 def arguments_of_input(text: str) -> str:
-    """Return the input of a custom tool as arguments of its function."""
+    """Return a custom tool's input as the JSON arguments of its function."""
     return json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
 
 
 def input_of_arguments(arguments: str) -> str:
-    """Return the input of a custom tool. Arguments of another form are the input themselves."""
+    """Return a custom tool's input from its function's arguments; the arguments themselves if they do not have it."""
     try:
         found = nested_json.parse(arguments)
     except ValueError:

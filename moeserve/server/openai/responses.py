@@ -42,9 +42,9 @@ from moeserve.server.schema import (
 )
 from moeserve.server.service import Service
 
-TOO_LONG = "context_length_exceeded"  # code of the error for a prompt
+TOO_LONG = "context_length_exceeded"  # code of the error for a prompt that is too long
 ENCODED_REASONING = "reasoning.encrypted_content"
-NOT_INCLUDED = ("message.output_text.logprobs",)  # other names are of tools that only their provider can run
+NOT_INCLUDED = ("message.output_text.logprobs",)  # other values are about tools that only their provider can run
 
 
 class NamedChoice(Body):
@@ -116,8 +116,8 @@ class ResponsesRequest(TransferFields, ClientFields):
         """Return the conversation in the form that chat templates expect.
 
         Args:
-            items: the items of earlier responses and those of the request, without references.
-            tools: those of `offered_tools`.
+            items: items of earlier responses and of the request, with references replaced by the items.
+            tools: the result of `offered_tools`.
 
         Raises:
             ApiError: an item or the format of the answer is not supported.
@@ -126,7 +126,7 @@ class ResponsesRequest(TransferFields, ClientFields):
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if all(message["role"] in ("system", "developer") for message in messages):
-            messages.append({"role": "user", "content": ""})  # templates need a message of the user
+            messages.append({"role": "user", "content": ""})  # chat templates need a user message
         wanted = None if self.text is None else self.text.format
         effort = None if self.reasoning is None else self.reasoning.effort
         return Conversation(
@@ -163,7 +163,7 @@ class ResponseAnswer(BaseModel):
 
 
 def answer(service: Service, store: ResponseStore | None, client: Client, body: ResponsesRequest) -> Reply:
-    """Answer a request.
+    """Return the response to a request.
 
     Args:
         store: keeps the response if the request allows it; None: no responses are kept.
@@ -239,7 +239,7 @@ class _Answer:
         }
 
     async def _deltas(self, conversation: Conversation) -> AsyncGenerator[TurnDelta, None]:
-        """Answer a conversation, without its oldest items if the request allows that and it is too long."""
+        """Answer a conversation. If it is too long and the request allows truncation, leave out its oldest items."""
         has_begun = False
         deltas = turn_deltas(self._service, self._client, conversation, self._params, None)
         try:
@@ -261,7 +261,7 @@ class _Answer:
                 yield delta
 
     async def _num_tokens(self, items: list[Item]) -> int:
-        """Return the tokens of a prompt; those of the whole context and more if it is too long to be tokenized."""
+        """Return the number of prompt tokens; more than the maximum context if the text is too long to be tokenized."""
         try:
             return len(await self._body.turn(items, self._tools).prompt(self._service, self._client))
         except ApiError as error:
@@ -270,7 +270,7 @@ class _Answer:
             return self._service.max_model_len + 1
 
     def _max_prompt(self) -> int:
-        """Return the tokens of a prompt that is shortened, which leaves room for the answer."""
+        """Return the maximum number of tokens of a shortened prompt, which leaves room for the answer."""
         most = self._service.max_model_len
         room = most // 4 if self._body.max_output_tokens is None else min(most // 4, self._body.max_output_tokens)
         return most - max(room, 1)
@@ -319,7 +319,7 @@ class _Answer:
         return "incomplete" if self._turn.finish_reason in ("length", "abort") else "completed"
 
     def _stored_response(self) -> bytes:
-        """Return the complete response as JSON. Store it if the request allows that."""
+        """Return the complete response as JSON. Store the response if the request allows it."""
         output = [self._item(block, self._is_cut(block)) for block in self._turn.blocks]
         response = encode_json(
             {
@@ -356,7 +356,7 @@ class _Answer:
             if block.kind != "call":
                 sent += self._sent("response.content_part.added", **_place(block), part=_content(empty))
             return sent
-        if self._is_custom(block):  # the input is known only once the arguments are complete
+        if self._is_custom(block):  # a custom tool's input is known only when its arguments are complete
             sent = b"" if part.kind == "piece" else self._custom_input(block)
         elif part.kind == "piece":
             return self._sent(f"response.{_kind(block)}.delta", **_place(block), delta=part.piece, **_logprobs(block))
@@ -409,7 +409,7 @@ def _item_id(block: Block) -> str:
 
 
 def _place(block: Block) -> dict[str, Any]:
-    """Return the fields of an event that say what it belongs to."""
+    """Return the fields of an event that name the item, and the part of the item, to which the event belongs."""
     place = {"item_id": _item_id(block), "output_index": block.index}
     return place if block.kind == "call" else {**place, "content_index": 0}
 

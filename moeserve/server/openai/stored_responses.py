@@ -1,4 +1,4 @@
-"""Stored responses of the Responses API: they can be retrieved, deleted, continued, and their items referred to."""
+"""Stored responses of the Responses API: retrieval, deletion, continuation, and references to their items."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def retrieve(store: ResponseStore | None, client: Client, response_id: str) -> R
     """Return a stored response.
 
     Raises:
-        ApiError: it is not stored, or no longer.
+        ApiError: the response was never stored, or has been deleted.
     """
     return Response(_stored(store, client, response_id).response, media_type=JSON)
 
@@ -33,7 +33,7 @@ def delete(store: ResponseStore | None, client: Client, response_id: str) -> Del
     """Delete a stored response.
 
     Raises:
-        ApiError: it is not stored, or no longer.
+        ApiError: the response was never stored, or has been deleted.
     """
     _stored(store, client, response_id)
     assert store is not None, "a response was found"
@@ -42,10 +42,10 @@ def delete(store: ResponseStore | None, client: Client, response_id: str) -> Del
 
 
 def previous(store: ResponseStore | None, client: Client, response_id: str) -> StoredResponse:
-    """Return the response that a request continues.
+    """Return the stored response that a request continues.
 
     Raises:
-        ApiError: it is not stored, or no longer.
+        ApiError: the response was never stored, or has been deleted.
     """
     found = None if store is None else store.find(client.name, response_id)
     if found is None:
@@ -60,10 +60,10 @@ def previous(store: ResponseStore | None, client: Client, response_id: str) -> S
 
 
 def without_references(store: ResponseStore | None, client: Client, items: list[Item]) -> list[Item]:
-    """Return items in which stored ones replace references to them.
+    """Return the items, with references replaced by the stored items.
 
     Raises:
-        ApiError: an item is not stored, or no longer.
+        ApiError: an item was never stored, or has been deleted.
     """
     return [_referred(store, client, item) if isinstance(item, ItemReference) else item for item in items]
 

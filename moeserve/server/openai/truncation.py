@@ -1,4 +1,4 @@
-"""`truncation: "auto"` of the Responses API: the oldest items are left out of a conversation that is too long."""
+"""`truncation: "auto"` of the Responses API: the oldest items of a conversation that is too long are left out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from moeserve.server.openai.response_items import CallItem, CallOutputItem, Item
 
 
 def removable_groups(items: Sequence[Item]) -> list[list[int]]:
-    """Return the places of items that may be left out, in groups that are left out together, the oldest first.
+    """Return groups of indices of items that may be left out, the oldest group first.
 
-    A call is in a group with its results, and reasoning with the item that follows it. Instructions, which are system
-    and developer messages, and the last message of the user are in no group.
+    The items of a group are left out together: a call with its results, and reasoning with the item after it. System
+    and
+    developer messages, and the last user message, are in no group.
     """
     messages = [(place, item) for place, item in enumerate(items) if isinstance(item, MessageItem)]
     kept = {place for place, item in messages if item.role in ("system", "developer")}
@@ -37,13 +38,13 @@ def removable_groups(items: Sequence[Item]) -> list[list[int]]:
 async def shortened(
     items: Sequence[Item], num_tokens: Callable[[list[Item]], Awaitable[int]], max_tokens: int
 ) -> list[Item] | None:
-    """Return items without the oldest ones, as few as possible, so that their prompt has at most `max_tokens`.
+    """Leave out as few of the oldest items as possible, so that the prompt has at most `max_tokens` tokens.
 
     Args:
-        num_tokens: returns the length of the prompt of items.
+        num_tokens: returns the number of tokens of the prompt for some items.
 
     Returns:
-        None: even the items that must stay are too long.
+        The remaining items. None: even the items that must stay are too long.
     """
     groups = removable_groups(items)
 
