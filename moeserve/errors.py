@@ -56,7 +56,7 @@ class CacheTooSmallError(SettingsError):
 
 
 class QueueFullError(MoeserveError, RuntimeError):
-    """Too many requests are in flight, so no further one was accepted. The engine is unchanged: try again later."""
+    """Too many requests are in flight, so no further request was accepted. The engine is unchanged: try again later."""
 
 
 class EngineError(MoeserveError, RuntimeError):
@@ -71,7 +71,7 @@ class WeightsChangedError(EngineError, ValueError):
 
 
 class ScaleError(MoeserveError, RuntimeError):
-    """The number of replicas was not changed: no new ones could be started, or the engine failed or ended meanwhile."""
+    """The number of replicas was not changed: new replicas did not start, or the engine failed or ended meanwhile."""
 
 
 class ScalingInProgressError(ScaleError):
@@ -91,7 +91,7 @@ class DistributedError(MoeserveError, RuntimeError):
 
 
 class LockstepError(MoeserveError, RuntimeError):
-    """Replicas that must run the same steps did not. None of them can continue."""
+    """Replicas that must run the same steps did not. No replica can continue."""
 
 
 class RankStateError(MoeserveError, RuntimeError):

@@ -30,7 +30,7 @@ class _Deferral:
             self.handler(*recorded)
 
 
-_deferral: _Deferral | None = None  # of the main thread; None: Ctrl-C is not deferred now
+_deferral: _Deferral | None = None  # deferral of the main thread; None: Ctrl-C is not deferred now
 
 
 @contextmanager

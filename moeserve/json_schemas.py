@@ -83,7 +83,7 @@ def _unsupported_places(schema: Any, place: str, document: _Document) -> Iterato
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each schema directly within a schema, after its place there, as the end of a JSON pointer."""
+    """Yield, for each schema directly within a schema, the part of a JSON pointer that leads there, and the schema."""
     for name in _OF_ONE:
         if isinstance(schema.get(name), Mapping):
             yield name, schema[name]

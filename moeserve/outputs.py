@@ -27,7 +27,7 @@ class SequenceScore:
     """The log-probabilities of the tokens of a sequence after its prompt."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of each token, given all tokens before it
+    logprobs: list[float]  # log-probability of each token, given all tokens before it
     top_logprobs: list[dict[int, Logprob]]  # by position: the token's own, and those of the most likely tokens
     # The experts that have computed the sequence, as in `CompletionOutput`.
     routed_experts: npt.NDArray[np.integer[Any]] | None = field(default=None, compare=False)

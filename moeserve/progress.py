@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressBar(tqdm):
-    """tqdm's bar with a lock of this process: tqdm's own would choose the program's start method of multiprocessing."""
+    """A tqdm bar with a lock for threads: tqdm's own lock would set the program's start method of multiprocessing."""
 
 
 ProgressBar.set_lock(threading.RLock())

@@ -266,7 +266,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of a request after a step, or its end."""
+    """New tokens of a request after a step, or the end of the request."""
 
     request_id: str
     token_ids: list[int] = []

@@ -57,7 +57,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     grammar: OutputGrammar | None = None
-    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of a tuple may not follow the others of it
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of a tuple may not follow its other tokens
     allowed_bits: bytes = b""  # bit i % 8 of byte i // 8 is set if token i is allowed; empty: all are
     forced_token_ids: tuple[int, ...] = ()  # if not empty: the tokens of the output
     routed_experts_prompt_start: int = 0
@@ -403,7 +403,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in parameters.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
-        """Return the same as `copy`, by its name in vLLM."""
+        """Do the same as `copy`, under vLLM's name."""
         return self.copy()
 
     def copy(self) -> SamplingParams:
@@ -416,7 +416,7 @@ class SamplingParams:
 
     @property
     def kv_transfer(self) -> KvTransferParams | None:
-        """The value of `kv_transfer_params`."""
+        """The value of `kv_transfer_params` as an object; None if it is not set."""
         if self.kv_transfer_params is None:
             return None
         return msgspec.convert(self.kv_transfer_params, KvTransferParams)
@@ -452,7 +452,7 @@ class SamplingParams:
 
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> bytes:
-    """Return `RequestParams.allowed_bits`."""
+    """Return token ids in the form of `RequestParams.allowed_bits`."""
     is_allowed = np.zeros(vocab_size, np.bool_)
     is_allowed[token_ids] = True
     return np.packbits(is_allowed, bitorder="little").tobytes()

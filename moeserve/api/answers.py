@@ -1,4 +1,4 @@
-"""The parser of a model's answers, and the sampling parameters with which it can read them."""
+"""The parser of a model's answers, and the sampling parameters that this parser needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_family(name: str | None, model_path: str, chat_template: str | None) ->
 
 
 def readable_params(params: SamplingParams, family: ParserFamily, codec: TextCodec) -> SamplingParams:
-    """Return a copy of parameters that keeps the special tokens that the parser reads, and stops at its stop tokens."""
+    """Return a copy of parameters that keeps special tokens and has stop tokens as the parser of answers needs them."""
     params = params.copy()
     params.skip_special_tokens = params.skip_special_tokens and not family.keeps_special_tokens
     known = [codec.id_of_token(token) for token in family.stop_tokens]

@@ -52,8 +52,8 @@ class AsyncLLM(AsyncRollouts):
     AsyncLLM.
 
     The engine's plans are made in a thread of this process. With a GPU, the process's switch interval
-    (`sys.setswitchinterval`) is lowered to half a millisecond for it. A single rank also runs in this process, unless
-    executor="mp".
+    (`sys.setswitchinterval`) is lowered to half a millisecond for this thread. A single rank also runs in this process,
+    unless executor="mp".
 
     Raises:
         SettingsError, CheckpointError, EngineError: as for `LLM`.
@@ -288,7 +288,7 @@ class AsyncLLM(AsyncRollouts):
         return True
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End a request in flight, or several. Their iterators yield the output so far and stop."""
+        """End a request in flight, or several. The iterators of these requests yield the output so far and stop."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.session.abort(each)
         self._engine_thread.run()

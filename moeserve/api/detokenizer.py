@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
 
     @property
     def held_text(self) -> str:
-        """The text of the tokens held back, if the output ended here; empty while a character is incomplete."""
+        """The text that tokens held back would have if the output ended here; empty while a character is incomplete."""
 
     def feed(self, token_id: int) -> str:
         """Add a token. Return the text that it completes."""

@@ -19,7 +19,7 @@ class Mailbox:
     """An event on which a task waits for new output of its request."""
 
     def __init__(self) -> None:
-        """Must be made in the event loop of the task."""
+        """Create the mailbox. Must be called in the event loop of the task."""
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
         self.changed.set()  # there may be output already
@@ -69,7 +69,7 @@ class EngineThread:
         self.run()
 
     def run(self) -> None:
-        """Run the engine soon, because there is new work for it."""
+        """Make the thread run the engine soon, because there is new work."""
         self._has_work.set()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""`Frontend`: turns prompts into requests, and the engine's updates into outputs. It does no I/O."""
+"""`Frontend`: turns prompts into requests, and the engine's updates into outputs, without I/O."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ class LLM(Rollouts):
         Raises:
             RequestError: a prompt or a parameter cannot be served. No prompt was started.
             EngineError: a prompt failed, or the engine has failed or was shut down. Unless the engine has failed, the
-                other prompts finish before the error is raised. Its `outputs` are those of all prompts.
+                other prompts finish before the error is raised. The `outputs` of the error are the outputs of all
+                prompts.
         """
         require_harmless(
             ARGUMENTS, lora_request=lora_request, priority=priority, tokenization_kwargs=tokenization_kwargs

@@ -103,7 +103,7 @@ class LLMEngine:
         Args:
             request_id: id of the prompt's outputs, which no other unfinished request may have.
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
-            params: sampling parameters; None: those of generation_config.json.
+            params: sampling parameters; None: the parameters of generation_config.json.
             arrival_time, prompt_text: no effect.
             lora_request, tokenization_kwargs, trace_headers, priority: not supported; must be left out, None or 0.
 

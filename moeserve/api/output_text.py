@@ -64,7 +64,7 @@ class OutputText:
 
 
 def _first_stop(text: str, stops: list[str], num_exempt: int) -> tuple[int, str] | None:
-    """Return start and text of the stop string that ends first after the exempt characters; None without one."""
+    """Return start and text of the stop string that ends first after the exempt characters, or None."""
     first: tuple[int, int, str] | None = None  # end, start, stop string
     for stop in stops:
         start = text.find(stop, max(0, num_exempt - len(stop) + 1))

@@ -36,7 +36,7 @@ from moeserve.worker.loading import load_model
 from moeserve.worker.texts import hidden_states
 
 NUM_TOKENS = 32_768
-TEXT_TOKENS = 512  # of a single text
+TEXT_TOKENS = 512  # tokens of a single text
 MIN_TOKENS = 16
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 
@@ -53,8 +53,8 @@ def quantize(
 ) -> None:
     """Write a copy of a checkpoint in the formats of `quantization="int4"`, which `LLM` loads without a setting.
 
-    The errors of weights are minimised by the importances of their inputs, which are measured in texts. The folder is
-    written under a temporary name and then renamed, so `out` never holds a part of the copy.
+    Quantisation minimises the errors of weights, weighted by the importances of the weights' inputs in texts. The
+    folder is written under a temporary name and then renamed, so `out` never holds a part of the copy.
 
     Args:
         name: a folder in Hugging Face layout, or OWNER/NAME in a hub.
@@ -99,8 +99,8 @@ def write_copy(
 
     Args:
         config: the settings with which the checkpoint is loaded, with `quantization="int4"`.
-        measured: importances [experts, inputs] of the inputs of weights, by module name. All inputs of a weight that is
-            not in it are equally important.
+        measured: importances [experts, inputs] of the inputs of weights, by module name. All inputs of a weight without
+            an entry are equally important.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `out` cannot be written.

@@ -118,7 +118,7 @@ def load_command(request: Any) -> LoadTensors | ReceiveTensors:
 
 
 def finish_command(version: str | None, number: int) -> FinishUpdate:
-    """Return the command of `finish_weight_update`; without a version, the command has a new one."""
+    """Return the command of `finish_weight_update`; if no version is given, the command has a new version."""
     return FinishUpdate(version=f"update-{number}" if version is None else version, salt=_new_salt())
 
 

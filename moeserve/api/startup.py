@@ -185,7 +185,7 @@ def _config_of(
     """Return the config of an engine with the same settings, but another number of replicas.
 
     Args:
-        config: the config of the first start. Ranks stay on its executor; on several hosts, also its number of threads.
+        config: the config of the first start. Its executor is kept, and on several hosts its number of threads.
 
     Raises:
         SettingsError: the checkpoint, the machine or another setting does not allow this number.
@@ -256,7 +256,7 @@ def _machine_facts(cluster: Cluster | HostPool | None) -> MachineFacts:
 
 
 def _find_hosts(parallel: ParallelSettings) -> Cluster | HostPool | None:
-    """Return the hosts that run the ranks; None if only this one does.
+    """Return the hosts that run the ranks; None if only this host does.
 
     Raises:
         SettingsError, EngineError: as for `_find_cluster`; or other hosts cannot join, or do not join in time.

@@ -51,7 +51,7 @@ def abilities_of(template: str) -> TemplateAbilities:
 
 
 def _renders(template: str, messages: list[dict[str, Any]]) -> bool:
-    """Return True if a template renders messages including the text of the mark."""
+    """Return True if a template renders messages, one of which has the text `_MARK`, and keeps this text."""
     from moeserve.api.template_sandbox import render
 
     try:
@@ -64,8 +64,7 @@ def _renders(template: str, messages: list[dict[str, Any]]) -> bool:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Return messages in the forms that a chat template may expect, to be tried in order until the template accepts
-    one.
+    """Return messages in the forms that a chat template may expect, in the order in which to try these forms.
 
     - Instructions (system and developer messages) at the start become one message. Later instructions, and results of
       tools, become part of a user's turn if the template does not render them. A message never changes the ones before
@@ -115,7 +114,7 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def arguments_object(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Any other value, or JSON that is cut off, becomes its only entry."""
+    """Return the arguments of a call as an object. Other values, and JSON that is cut off, become the only entry."""
     if isinstance(arguments, Mapping):
         return dict(arguments)
     try:
@@ -144,7 +143,7 @@ class _Turns:
         self._is_open = False
 
     def add_to_user(self, text: str) -> None:
-        """Add a text to the last message if it is the user's, else as a new one."""
+        """Add a text to the last message if that is the user's, else as a new message of the user."""
         if self.messages and self.messages[-1]["role"] == "user":
             last = self.messages[-1]
             self.messages[-1] = {**last, "content": _joined(_text(last), text)}

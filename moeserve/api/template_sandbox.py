@@ -83,7 +83,7 @@ def rendered(
 
 
 def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """Return the text of messages.
+    """Return the text that a template renders for messages.
 
     Raises:
         RequestError: the template raises an error.

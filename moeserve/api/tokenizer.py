@@ -138,7 +138,7 @@ class TextCodec:
         Args:
             messages: list of {"role": ..., "content": ...}. The content is a text, or a list of
                 {"type": "text", "text": ...}, which are joined by newlines. See `template_messages` for their forms.
-            chat_template: Jinja template, or the name of one of the checkpoint's; None: the checkpoint's default.
+            chat_template: Jinja template, or the name of a template of the checkpoint; None: the checkpoint's default.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end the prompt with the tokens that begin an answer.
             continue_final_message: end the prompt after the content of the last message, for an answer that continues

@@ -42,7 +42,7 @@ REFUSED_SETTINGS = ("quantization", "hf_overrides", "load_format", "model_impl")
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of differences between moeserve and transformers that rounding explains."""
+    """The maximum differences between moeserve and transformers that rounding explains."""
 
     mean: float  # maximum mean difference of the tokens' log-probabilities, in nats
     single: float  # maximum difference of one token's log-probability, in nats
@@ -64,7 +64,7 @@ class TokenComparison:
 
     token: int
     logprob: float
-    logprob_in_transformers: float  # of moeserve's token
+    logprob_in_transformers: float  # log-probability of moeserve's token
     best_in_transformers: int  # the most likely token
     best_logprob_in_transformers: float
 

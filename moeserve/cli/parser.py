@@ -277,7 +277,7 @@ def add_hub(command: Parser) -> None:
 def files_of(options: argparse.Namespace) -> ModelFiles:
     """Return the files of the model that `add_model` reads.
 
-    If none is given, set `options.model` to the default model.
+    If no model is given, set `options.model` to the default model.
     """
     from moeserve.api.default_model import default_model
     from moeserve.models.checkpoint.model_files import find_model  # imports torch

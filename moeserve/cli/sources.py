@@ -23,7 +23,7 @@ _EXPLANATION_OF_BOOL = "; YAML reads on, off, yes and no as True or False: write
 def add_sources(options: argparse.Namespace, groups: Iterable[type]) -> None:
     """Add the settings of the environment and of the file to the options of the command line.
 
-    Names of settings that the command line had are stored as `options.on_command_line`.
+    The names of settings on the command line are stored as `options.on_command_line`.
 
     Args:
         groups: dataclasses of the settings that the command has.
@@ -48,7 +48,7 @@ def add_sources(options: argparse.Namespace, groups: Iterable[type]) -> None:
 def _spellings(name: str) -> set[str]:
     """Return a setting's name, and its other name if vLLM has one.
 
-    A source with either name overrides both in later ones.
+    A source with either name overrides both names in later sources.
     """
     return {name, OWN_NAMES.get(name, name), *(each for each, own in OWN_NAMES.items() if own == name)}
 

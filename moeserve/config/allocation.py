@@ -1,4 +1,4 @@
-"""Errors for settings that together need more memory than there is, and for limits that do not even allow torch."""
+"""Errors for settings that together need more memory than there is, and for limits that are too low for torch."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ DEVICES: dict[DeviceName, DeviceDefaults] = {
         invariant_dispatcher="shared_memory",
         quantizations=("int8", "int4"),
         sampling_piece=2**18,
-        speed=RankSpeed(memory=8e9, links=4e9, products=70e9),  # of one core with AVX-512
+        speed=RankSpeed(memory=8e9, links=4e9, products=70e9),  # speed of one core with AVX-512
     ),
     "cuda": DeviceDefaults(
         name="cuda",

@@ -118,7 +118,7 @@ def environment_without(name: str) -> dict[str, str]:
 
 
 def ray_token() -> str:
-    """Return Ray's authentication token, read from the same places as by Ray; "" if there is none.
+    """Return Ray's authentication token, from the places where Ray looks for it; "" if there is none.
 
     Raises:
         SettingsError: the token's file cannot be read.

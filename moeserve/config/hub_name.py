@@ -17,7 +17,7 @@ class HubModel:
     gguf: str | None = None  # name of a GGUF file, or of a quantisation like Q4_K_M; None: safetensors
     revision: str | None = None  # branch, tag or commit; None: the main branch
     download_dir: str | None = None  # folder of the cache; None: the hub library's
-    endpoint: str | None = None  # URL of the hub; None: that of HF_ENDPOINT
+    endpoint: str | None = None  # URL of the hub; None: the URL in HF_ENDPOINT
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class HubModel:
 
 
 def parse_hub_name(name: str, *, revision: str | None = None, download_dir: str | None = None) -> HubModel | None:
-    """Return the model that a name means in a hub; None if the name is that of a folder or a file.
+    """Return the model of a hub that a name refers to; None if the name is the path of a folder or a file.
 
     A file or folder that exists at that path takes precedence. Names that begin with `.`, `/` or `~`, or end with
     `.gguf` without a repository before a colon, are paths in any case.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Demands of one network, or of a whole model, on the settings. `of_all` joins those of several networks."""
+    """Demands of one network, or of a whole model, on the settings. `of_all` joins the demands of several networks."""
 
     block_size: int = 16  # default number of tokens in a block of the KV cache
     block_multiple: int = 1  # block sizes must be multiples of this

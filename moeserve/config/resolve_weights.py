@@ -113,7 +113,7 @@ def _check_host(settings: Settings, facts: Facts) -> None:
 
 
 def _own_quantization(name: str | None, facts: Facts) -> QuantizationName | None:
-    """Return the quantisation that loading needs; None if the setting names the checkpoint's own format, read as it is.
+    """Return the quantisation that loading needs; None if the setting names a format that is read as it is stored.
 
     Raises:
         SettingsError: the setting names a format of checkpoints that is not this checkpoint's.

@@ -13,7 +13,7 @@ class RouteShape:
     In memory and in messages, a token has a row [layers, top_k] of `dtype`. Layers without experts have zeros.
     """
 
-    num_layers: int  # without modules for multi-token prediction
+    num_layers: int  # number of layers, without modules for multi-token prediction
     layers: tuple[int, ...]  # indices of the layers with experts
     top_k: int
     num_experts: int  # experts of a layer, including zero experts

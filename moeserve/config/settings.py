@@ -351,7 +351,7 @@ class ParallelSettings:
 
     @property
     def num_expert_ranks(self) -> int:
-        """Number of ranks that share the experts of a layer: those of one stage in all replicas."""
+        """Number of ranks that share the experts of a layer: all ranks of one stage, in all replicas."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property

@@ -170,7 +170,7 @@ _NONE_IS_DEFAULT = (
 
 
 def without_harmless(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those of vLLM that change nothing, and with moeserve's values of the others.
+    """Return options, without vLLM's options that change nothing, and with moeserve's values of the others.
 
     Raises:
         SettingsError: an option of vLLM would change something that moeserve does not do.

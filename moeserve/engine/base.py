@@ -119,7 +119,8 @@ class EngineClient(Protocol):
         """Start to run a command on all replicas, between two steps. Calls of `step` advance it.
 
         Returns:
-            A future with the result. Its exception is an EngineError if the engine fails or ends before.
+            A future with the result. Its exception is an EngineError if the engine fails or ends before the result
+            exists.
 
         Raises:
             EngineError: the engine was shut down, or has failed.

@@ -28,16 +28,13 @@ from moeserve.errors import EngineError, RequestError, WeightUpdateError
 
 
 class Controls:
-    """The controls that have not ended, and the state after those that have.
-
-    Only the first control is sent to replicas.
-    """
+    """The controls that have not ended, and the state after ended ones. Only the first control is sent to replicas."""
 
     def __init__(self) -> None:
         self.is_paused = False
         self.weights = WeightState()
         self._called_s = time.monotonic()  # time of the last command of an update
-        self._replicas: list[ReplicaHandle] = []  # those that serve
+        self._replicas: list[ReplicaHandle] = []  # replicas that serve
         self._missing: set[int] = set()  # replicas that have not run the first control
         self._waiting: deque[tuple[Command, Future[ControlResult]]] = deque()
         self._number = 0

@@ -42,7 +42,7 @@ class Driver:
         self._runs_command = False  # the last round may run a command
         self._loop = replica.run()
         self._futures: deque[Future[RoundResult]] = deque()  # results of the rounds in flight
-        self._transfers: list[Future[TransferResult]] = []  # in flight
+        self._transfers: list[Future[TransferResult]] = []  # transfers in flight
         self._last_result_s = time.monotonic()  # time of the last result, or of the first round in flight if later
         self.wait = self._perform(None, deliver)  # None: the loop has ended
 

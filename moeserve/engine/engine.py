@@ -71,7 +71,7 @@ class Engine:
         """
         self.config = config
         self._launcher, self._config_of = launcher, config_of
-        self._file_hashes: FileHashes = ()  # of the model's files; empty until a generation has read them
+        self._file_hashes: FileHashes = ()  # hashes of the model's files; empty until a generation has read them
         self._run_in_background = run_in_background
         self._ownership = Ownership()
         self._wake_up = WakeUp()

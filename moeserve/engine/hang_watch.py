@@ -19,10 +19,10 @@ Verdict = Literal["stopped", "hung", "host lost", "broken link"]
 
 @dataclass(frozen=True, kw_only=True)
 class HangRule:
-    """The limits of the rule, in seconds."""
+    """The rule by which a process counts as stopped, hung or lost. Times are in seconds."""
 
-    stopped: float = 4.0  # without a heartbeat: the process is stopped
-    host_lost: float = 6.0  # without a record from any process of a host: the host is lost
+    stopped: float = 4.0  # seconds without a heartbeat after which a process counts as stopped
+    host_lost: float = 6.0  # seconds without a record from any process of a host after which the host counts as lost
     # A rank hangs if others wait for it and it makes no progress for `factor` times the longest pause in its last
     # `num_rounds` rounds, but at least `least_hung`, and at most `most_hung`, which also holds for a new rank.
     least_hung: float = 3.0
@@ -62,10 +62,10 @@ class _Watched:
     """One process as seen so far. Times are seconds during which both the reader and the process ran."""
 
     record: ProgressRecord | None = None
-    unseen: float = 0.0  # without a record
-    still: float = 0.0  # without a heartbeat
-    stalled: float = 0.0  # without progress
-    silent: float = 0.0  # without progress, and without a look for the data of other ranks
+    unseen: float = 0.0  # seconds without a record
+    still: float = 0.0  # seconds without a heartbeat
+    stalled: float = 0.0  # seconds without progress
+    silent: float = 0.0  # seconds without progress, and without a look for the data of other ranks
     # (round, seconds) of long pauses, the longest first
     pauses: deque[tuple[int, float]] = field(default_factory=deque)
     first_round: int | None = None  # first round since the epoch began
@@ -137,11 +137,11 @@ class HangWatch:
         self._last_s: float | None = None
 
     def is_due(self, now_s: float) -> bool:
-        """True if the last look was long enough ago for another one."""
+        """True if the last look was long enough ago for another look."""
         return self._last_s is None or now_s - self._last_s >= self._rule.between_looks
 
     def look(self, now_s: float, records: Sequence[ProgressRecord | None]) -> Finding | None:
-        """Return what the records show together with those of earlier calls; None if nothing is wrong.
+        """Return what the records show together with the records of earlier calls; None if nothing is wrong.
 
         Args:
             now_s: a monotonic time.

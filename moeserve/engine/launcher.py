@@ -52,7 +52,7 @@ class Starter(Protocol):
         ...
 
     def start(self, replica: int, epoch: int, num_blocks: int) -> ReplicaHandle:
-        """Start the replica of this index, whose ranks meet the others at the last store.
+        """Start the replica with this index. Its ranks meet the other ranks at the store that was opened last.
 
         Args:
             num_blocks: KV cache blocks of each rank.

@@ -25,7 +25,7 @@ def without_others(config: EngineConfig, survivors: Sequence[int]) -> EngineConf
     description = registry.describe(weights.model_path, weights.model_impl, weights.hf_overrides)
     if config.schedule.num_mtp_drafts:
         description = description.with_draft_layers(config.schedule.num_mtp_drafts)
-    num_ranks = config.parallel.data_parallel_size * num_tp  # of a stage
+    num_ranks = config.parallel.data_parallel_size * num_tp  # ranks of a stage
     before = place_experts(config, description, num_ranks, [0] * num_ranks)
     reasons = {
         "no replica is left": not survivors,

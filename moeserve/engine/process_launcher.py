@@ -153,5 +153,5 @@ def even_places(num_ranks: int, num_hosts: int, agents: Mapping[int, AgentAddres
 
 
 def engine_name(replica: int) -> str:
-    """Return the name of the process of a replica's engine in messages, by the index that it had at the start."""
+    """Return the name of the process of a replica's engine in messages, by the replica's index at the start."""
     return f"engine of replica {replica}"

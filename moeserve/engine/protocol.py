@@ -76,7 +76,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
-    """Sent by a process that shares an engine, for all others. It replaces the sender's last note."""
+    """Sent by a process that shares an engine, for all others. A note replaces the sender's previous note."""
 
     sender: int
     body: bytes

@@ -68,7 +68,7 @@ class RayLauncher:
         self._cluster, self._show_progress = cluster, show_progress
 
     def start(self, config: EngineConfig) -> WorkerGroup:
-        """Start all actors, which load the model. Return before it is loaded.
+        """Start all actors, which load the model. Return before the model is loaded.
 
         Raises:
             SettingsError: the nodes differ, or cannot read the model; the placement group of this process is too small.

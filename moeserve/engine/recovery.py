@@ -63,8 +63,8 @@ class Recovery:
                         generation.note_fault(index, message)
 
     def prepare(self, finding: Finding | None, weights: WeightState) -> bool:
-        """Return True if failed ranks can be replaced. If they cannot, although `on_failure` requires it, log the
-        reason.
+        """Return True if failed ranks can be replaced. If replacement is impossible although `on_failure` requires it,
+        log why.
 
         Args:
             finding: processes to replace although they run; None: there are none.
@@ -151,7 +151,7 @@ class Recovery:
         return None, None
 
     def _begin(self, guilty: Sequence[int], *, leaves_out: bool) -> None:
-        """Begin an epoch in which new processes replace those that have ended or are `guilty`.
+        """Begin an epoch in which new processes replace processes that have ended or are `guilty`.
 
         Args:
             leaves_out: begin the epoch without the replicas that have lost processes.

@@ -12,7 +12,7 @@ from moeserve.worker.protocol import Loaded
 
 
 class Executor(Protocol):
-    """Runs the ranks of one replica. The constructor returns once they have loaded the model and sized the KV cache."""
+    """Runs the ranks of one replica. The constructor returns when the model is loaded and the KV cache is sized."""
 
     name: str  # the name of the ranks in error messages
     loaded: list[Loaded]  # the reports of the replica's ranks, in order
@@ -27,7 +27,7 @@ class Executor(Protocol):
         ...
 
     def transfer(self, work: Transfer) -> Future[TransferResult]:
-        """Send a transfer to all ranks, and return at once. They run transfers concurrently with rounds.
+        """Send a transfer to all ranks, and return at once. The ranks run transfers concurrently with rounds.
 
         `progress` completes the future when the transfer has ended on all ranks. Its result has the number of blocks
         that all ranks have copied, and the time of the slowest rank.

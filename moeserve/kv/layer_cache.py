@@ -12,7 +12,7 @@ from moeserve.kv.rules import AnyRule, CacheGroup, CacheRules, RuleOfBlocks
 class CacheDivision:
     """The part of a cache tensor that one tp rank has: ranges of the whole tensor along one axis, concatenated."""
 
-    axis: int  # axis of the ranges, never that of blocks or rows; 0: the rank has the whole tensor
+    axis: int  # axis of the ranges, never the axis of blocks or rows; 0: the rank has the whole tensor
     ranges: tuple[range, ...]
 
 

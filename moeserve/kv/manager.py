@@ -374,10 +374,7 @@ class CacheManager:
         return any(index in group.rule.needed(end) for end in (request.cache.branch_point // size, end_of_prompt))
 
     def _save_for_others(self, request: CachedRequest, num_tokens: int, rows: StatePool) -> SavedState | None:
-        """Allocate a row for a state within a chunk of a prompt, at the branch point or after the last whole step.
-
-        A request whose prompt continues this prompt starts after the last whole step.
-        """
+        """Allocate a row for a state within a chunk of a prompt, at the branch point or the last possible position."""
         if num_tokens == 1 or not self._is_shared(request):
             return None
         size, branch_point = self.config.block_size, request.cache.branch_point

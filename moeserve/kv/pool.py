@@ -50,7 +50,7 @@ class BlockPool:
     def find(self, digest: bytes) -> int | None:
         """Return the block registered under a digest, or None.
 
-        It may be free, so `share` it before the next allocation.
+        The block may be free, so `share` it before the next allocation.
         """
         return self._block_of_digest.get(digest)
 

@@ -78,7 +78,7 @@ class BlockTransfers(Generic[Waiting]):
         """
         Args:
             pools: pool of the cache's places for each kind of items.
-            limits: give the number of tokens in a block.
+            limits: limits of the caches, among them the number of tokens in a block.
             addresses: address of each rank of this replica at which other engines can read items; empty: none can.
             routes: the experts of cached tokens, which are copied with their blocks.
         """

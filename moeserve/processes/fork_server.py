@@ -175,7 +175,7 @@ def is_available() -> bool:
 
 
 def start(environment: Mapping[str, str]) -> _Server:
-    """Return the server for an environment, started if there is none. The server may still be loading torch."""
+    """Return the server for an environment, and start it if it does not run. The server may still be loading torch."""
     global _owner
     with _lock:
         if _owner != os.getpid():
@@ -267,8 +267,8 @@ class _ServerLoop:
         self._first = control.fileno()  # closed when the process that started the server ends
         self._user = os.pidfd_open(os.getppid())  # a fork of that process may hold a copy of the socket
         self._controls = {self._first: control}
-        self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, and where its status goes
-        self._pidfds: dict[int, int] = {}  # of children, by the socket where the status goes
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, and the socket for its status
+        self._pidfds: dict[int, int] = {}  # pidfds of children, by the socket where the status goes
         self._poll = select.poll()
         self._poll.register(self._first, select.POLLIN)
         self._poll.register(self._user, select.POLLIN)

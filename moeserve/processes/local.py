@@ -76,7 +76,7 @@ def start_process(
 
 
 def _forked(target: str, environment: Mapping[str, str], channel: socket.socket) -> ProcessHandle | None:
-    """Start a process through the fork server. None: it cannot be done."""
+    """Start a process through the fork server. Return None if the server cannot start the process."""
     if sys.platform == "linux":
         return fork_server.fork(target, environment, channel)
     else:

@@ -56,7 +56,7 @@ def stop_listening(listener: socket.socket) -> None:
 
 
 def _name(address: str) -> bytes | str:
-    """Return an address as the system has it."""
+    """Return an address in the form that sockets take."""
     return b"\0" + address[1:].encode() if address.startswith("@") else address
 
 

@@ -54,5 +54,5 @@ def log_level() -> int:
 
 
 def log_format() -> LogFormat:
-    """Return the form of this process's log."""
+    """Return the form of this process's log: "text" or "json"."""
     return "json" if any(isinstance(each.formatter, JsonFormatter) for each in logging.getLogger().handlers) else "text"

@@ -43,7 +43,7 @@ class ProgressRecord(NamedTuple):
     num_kernels: int = 0
     num_reads: int = 0  # page faults and blocks that were read from disks
     num_looks: int = 0  # grows while this rank waits for others
-    layer: int = 0  # from 1; 0: none yet in this round
+    layer: int = 0  # number of the layer, from 1; 0: none yet in this round
     phase: int = Phase.LOADING
     epoch: int = 0
 

@@ -1,4 +1,4 @@
-"""Watched processes: messages and failures of processes that run anywhere, and the end of all of them."""
+"""Watched processes, which may run anywhere: their messages, their failures, and their end."""
 
 from __future__ import annotations
 

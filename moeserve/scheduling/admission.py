@@ -47,8 +47,7 @@ class AdmissionQueue:
         self.num_tokens += len(request.token_ids)
 
     def admit(self, running: Sized, prefilling: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Prefix]]:
-        """Yield requests that fit, oldest first, with their cached prefixes. The caller starts a request before the
-        next.
+        """Yield requests that fit, oldest first, with cached prefixes. The caller starts each request before the next.
 
         A bounded number of requests may pass those that do not fit yet.
 

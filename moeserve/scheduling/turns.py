@@ -53,7 +53,7 @@ class Turns:
                 request.turn = self._turn - 1
         if self._steps_left <= 0 or all(request.turn != self._turn for request in decoding):
             self._begin_turn(decoding)
-        waiting = sorted(decoding, key=lambda request: request.turn or 0)  # those whose turn it is are the last
+        waiting = sorted(decoding, key=lambda request: request.turn or 0)  # requests whose turn it is are the last
         num_members = sum(request.turn == self._turn for request in decoding)
         for request in waiting[: max(self._size - num_members, 0)]:
             request.turn = self._turn
@@ -83,7 +83,7 @@ class Turns:
 
     def _next_size(self, num_requests: int) -> int:
         all_at_once = 1 << max(num_requests - 1, 0).bit_length()
-        if all_at_once not in self._speeds:  # the first size, whose time bounds that of other turns
+        if all_at_once not in self._speeds:  # measured first, because its time bounds the time of other turns
             return all_at_once
         sizes = [1 << power for power in range(all_at_once.bit_length())]
         sizes = [size for size in sizes if self._wait(size, num_requests, LEAST_STEPS) <= self._longest_wait]
@@ -106,7 +106,7 @@ class Turns:
         """Return the seconds that a request waits during turns of `num_steps` steps of all others; 0 if unknown.
 
         If steps of this size have not been measured, their time is estimated as a proportional part of the time of a
-        larger size. It may be twice as long, which the measurement corrects after one round.
+        larger size. The true time may be up to twice as long; after one round, the measurement replaces the estimate.
         """
         num_others = -(-num_requests // size) - 1
         larger = sorted(known for known in self._speeds if known >= size)

@@ -164,7 +164,7 @@ class CudaGraphs:
         return False  # all sizes are captured
 
     def _run(self, step: StepInputs) -> StepOutputs:
-        """Run the layers, compute the logits of all rows, and choose each row's token by its settings."""
+        """Run the layers, compute the logits of all rows, and choose each row's token by its request's settings."""
         hidden_TD = self.model(step, self.caches)
         if self.model.head is None:  # a later pipeline stage has the LM head
             return StepOutputs(hidden_TD)

@@ -44,7 +44,7 @@ class HostInputs:
 
     @property
     def arrays(self) -> list[Array]:
-        """All arrays, those of `names` first."""
+        """All arrays: the fields of `names`, and then `cache_slots`."""
         return [*(getattr(self, name) for name in self.names()), *self.cache_slots]
 
     @classmethod

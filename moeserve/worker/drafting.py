@@ -296,7 +296,7 @@ class KeptRows:
         All ranks must know the number of rows, so unused rows are added if fewer earlier rows of a request are kept.
         """
         chunks: list[Chunk] = []
-        unused: list[bool] = []  # for each chunk
+        unused: list[bool] = []  # for each chunk, True if its row is unused
         of_step: list[int] = []  # rows of the step
         earlier: list[int] = []  # rows of earlier positions
         loaded: list[int] = []  # places of the earlier rows among the kept rows

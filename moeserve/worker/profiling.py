@@ -20,7 +20,7 @@ from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.step_runner import EagerSteps
 
 LARGE_STEP_TOKENS = 8192  # steps of at most this size are run without a check
-NUM_PREDICTING = 65536  # number of tokens of a step whose memory is, per token, at most twice that of the largest step
+NUM_PREDICTING = 65536  # from this size on, a step takes per token at most twice the memory of the largest step
 LEAST_LONG_CHUNK = 256  # number of rows for which latent attention expands the whole context
 
 

@@ -44,7 +44,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def record(self) -> int:
-        """The index of the rank's progress record, which comes after that of its replica's engine."""
+        """The index of the rank's progress record, which comes after the record of the replica's engine."""
         return self.record_of_engine + 1 + self.rank % self.config.parallel.ranks_per_replica
 
     @property
@@ -105,7 +105,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
     """Command to drop all connections and requests, and to connect again with the ranks of another epoch."""
 
-    start: RankStart  # with which a new process would take this rank's place
+    start: RankStart  # start message with which a new process would take this rank's place
 
 
 ToRank: TypeAlias = Round | Transfer | Leave | Rejoin

@@ -27,7 +27,7 @@ class RankContext:
     logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def with_all_groups(self, step: StepInputs) -> StepInputs:
-        """Return a step of the first cache group, extended by tables and state rows of all other groups for no writes.
+        """Add tables and state rows of the other cache groups, which write nothing, to a step of the first group.
 
         Tables are as large as those of the first group.
         """

@@ -53,7 +53,7 @@ class RankLoop:
         self._running: PendingRound | None = None  # a round on a GPU whose result has not been sent
 
     def run(self) -> None:
-        """Handle messages until `Leave`."""
+        """Handle the messages of the engine process until `Leave`."""
         self._begin()
         while True:
             for message in self._channel.receive(None if self._running is None else 0.0):

@@ -118,7 +118,7 @@ class RequestTable:
         self._append_blocks(slot, request, tables)
 
     def forget_changes(self) -> None:
-        """Clear the lists of changes."""
+        """Clear the lists of changes since the copy on a device was updated."""
         self.added_slots, self.added_blocks = [], []
 
     def apply(self, plan: StepPlan) -> list[Chunk]:

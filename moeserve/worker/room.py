@@ -47,7 +47,7 @@ def require_room(config: EngineConfig, needs: CacheNeeds, free: int) -> None:
 
 
 def num_states_of(config: EngineConfig) -> int:
-    """Return the number of rows for recurrent states: one or, with drafts, two per running request, and saved ones."""
+    """Return the number of rows for states: one or, with drafts, two per running request, and one per saved state."""
     rows_per_request = 1 if config.schedule.speculative_config is None else 2
     return rows_per_request * config.schedule.max_num_seqs + (config.cache.num_saved_states or 0)
 

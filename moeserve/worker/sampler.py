@@ -220,7 +220,7 @@ def prompt_logprobs(
 
 
 def prompt_rows(on_host: Sequence[Tensor]) -> LogprobRows | str:
-    """Return a result made from the tensors of `prompt_logprobs`, or an error if a row contains NaN or infinity."""
+    """Return the values in the tensors of `prompt_logprobs`, or an error if a row contains NaN or infinity."""
     highest_R, tokens_RN, logprobs_RN, ranks_RN = on_host
     for error in _errors_of_rows(highest_R, highest_R.dtype).values():
         return error
@@ -356,7 +356,7 @@ def _logprob_columns(
 def _process(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
     """Change scores in place to those from which a token is drawn, before they are divided by the temperature.
 
-    Forced tokens do not bar the others, so the log-probability of a forced token is that of drawing it. Waits on the
+    A forced token does not bar other tokens here, so its log-probability is that of drawing it. Waits on the
     host for requests with `min_p`, `top_k` or `top_p`.
     """
     if any(spec.changes_scores for spec in specs):

@@ -19,7 +19,7 @@ SECONDS_BETWEEN_LOOKS = 5.0  # a look takes 2 ms
 
 
 class ThreadCount:
-    """The number of threads of a rank's steps."""
+    """The number of threads of a rank's steps, adapted to the cores that may be used."""
 
     def __init__(
         self,
@@ -39,8 +39,7 @@ class ThreadCount:
         set_num_threads(most)
 
     def update(self, prepare_thread: Callable[[], None]) -> None:
-        """Check the usable cores if some seconds have passed since the last check, and adapt the number of threads to
-        them.
+        """Adapt the number of threads to the cores that may be used, at most once every few seconds.
 
         Called between steps.
 

@@ -306,7 +306,7 @@ class Worker:
 
         There is no step if no replica has tokens or requests expert loads. There is no other round after an agreement
         that stops the engine. A GPU may still be computing the step when this method returns. The next round may then
-        be started, but the one after it only when this round is finished.
+        be started, but a third round only when this round is finished.
 
         Raises:
             EngineError: the packed weights that were mapped from the cache turned out to be damaged.

@@ -135,7 +135,8 @@ class Agent:
             return channel
 
     def _serve(self, first: Channel[ToAgent]) -> bool:
-        """Send progress until the first host ends the engine, or is lost. Return True if it has ended the engine.
+        """Send progress until the first host ends the engine, or is lost. Return True if the first host has ended the
+        engine.
 
         Raises:
             SettingsError: the first host refuses this host.

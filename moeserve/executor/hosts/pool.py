@@ -1,4 +1,4 @@
-"""`HostPool`: the other hosts, which have joined the engine of this host, the first one."""
+"""`HostPool`: the other hosts that have joined the engine of this host, which is the first host."""
 
 from __future__ import annotations
 

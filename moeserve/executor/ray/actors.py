@@ -87,7 +87,7 @@ class ActorProcess:
         return data, self._is_serving
 
     def _open_channel(self, incoming: Any) -> Channel[Any]:
-        """Return the channel. May be called once."""
+        """Return the channel to the process that created the actor. May be called once."""
         self._channel = Channel(self._socket, incoming)
         return self._channel
 
@@ -129,7 +129,7 @@ class RankActor(ActorProcess):
         self._thread = threading.local()
         self._answers = False
         self._transfers: Any = None
-        self._ends: dict[int, Future[TransferResult]] = {}  # of transfers in progress, by number
+        self._ends: dict[int, Future[TransferResult]] = {}  # futures of transfers in progress, by number
 
     def facts(self, data: bytes) -> bytes:
         """Return the `NodeFacts` of the actor's node, after fetching the model's files if the model is in a hub."""

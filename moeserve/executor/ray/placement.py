@@ -134,7 +134,7 @@ def show_layout(config: EngineConfig, places: Sequence[Place], show_progress: bo
 def _free_places(
     group: PlacementGroup, least: dict[str, float], list_nodes: Callable[[], Sequence[Node]], num_ranks: int
 ) -> list[Place]:
-    """Return the unused bundles of a group, once there are enough: bundles of ended ranks take a moment to be free."""
+    """Wait until a group has enough unused bundles, and return them. Bundles of ended ranks are free after a moment."""
     deadline = time.monotonic() + SECONDS_TO_RESERVE
     while True:
         places, available = _places_in(group, least, list_nodes()), ray.available_resources()

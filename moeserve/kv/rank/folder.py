@@ -150,7 +150,7 @@ class FolderStore:
     def _locked_file(self, ending: str) -> Iterator[IO[bytes]]:
         """Make a file that is deleted at the end of the context unless it was renamed.
 
-        Its lock shows other engines that this one runs. If this process is killed, they delete the file.
+        The file's lock shows other engines that this engine runs. If this process is killed, they delete the file.
         """
         file = _new_locked_file(self._folder, ending)
         try:

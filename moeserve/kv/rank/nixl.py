@@ -60,7 +60,7 @@ class NixlMemory:
             raise SettingsError(f"kv_transfer_backend='nixl': NIXL does not work here: {error}") from None
         self._kind = "VRAM" if tensors[0].is_cuda else "DRAM"
         self._device = max(tensors[0].get_device(), 0)
-        self._remote_agents: dict[bytes, str] = {}  # by their metadata
+        self._remote_agents: dict[bytes, str] = {}  # names of agents, by their metadata
         self._lock = threading.Lock()
         self.share = NixlShare(
             agent=self._agent.get_agent_metadata(),

@@ -85,7 +85,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Request to send items piece by piece. The sender sends a piece of all items of the kind that its tensor has.
+    """Request to send items piece by piece. For each piece, this range of all items of the piece's kind is sent.
 
     Without pieces, the receiver reads the items by NIXL, and then sends `HasRead`.
     """

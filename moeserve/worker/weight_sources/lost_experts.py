@@ -55,7 +55,7 @@ class LostExperts:
 
 
 def _reduced(placement: Placement, rank: int, experts: Sequence[int]) -> Placement:
-    """Return a placement in which a rank has only these of its experts, and another rank the others too."""
+    """Return a placement in which a rank has only these experts, and another rank takes over its others."""
     ranks = list(placement.logical_of_slot)
     others = tuple(expert for expert in ranks[rank] if expert not in experts)
     ranks[rank] = tuple(experts)
@@ -140,10 +140,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def sizes_of_experts(model: Decoder) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return, for each tensor of `rows_of_experts`, the number of experts and the bytes of one.
-
-    The model has no memory.
-    """
+    """Return the number of experts and the bytes of an expert for each tensor of `rows_of_experts`."""
     panels, parameters = state_places(model)
     sizes = {name: (weights.shape[0], weights.num_packed_bytes) for name, weights in panels.items()}
     sizes |= {name: (parameter.shape[0], parameter.nbytes) for name, parameter in parameters.items() if parameter.ndim}
