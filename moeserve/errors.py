@@ -87,7 +87,7 @@ class WeightUpdateError(MoeserveError, RuntimeError):
 
 
 class DistributedError(MoeserveError, RuntimeError):
-    """A rank did not start, died, hung, or ran another collective than the others. Its groups cannot be used again."""
+    """A rank did not start, died, hung, or ran a collective that others did not. Its groups cannot be used again."""
 
 
 class LockstepError(MoeserveError, RuntimeError):
@@ -151,7 +151,7 @@ def _normalised(name: str) -> str:
 
 
 def _num_typing_errors(word: str, name: str, most: int) -> int:
-    """Return how many letters are missing, added, wrong or swapped with the next one; `most + 1` for more than `most`.
+    """Return how many letters are missing, added, wrong or swapped with the next letter; at most `most + 1`.
 
     This number is the optimal string alignment distance, by dynamic programming over prefixes of both texts.
     """

@@ -276,7 +276,7 @@ def _relaxed(node: dict[str, Any], document: _Document) -> dict[str, Any]:
 
 
 def _without_look_around(branches: list[Any]) -> list[Any]:
-    """Return the branches of `anyOf` without those whose pattern has look-around, if a branch besides null remains.
+    """Return the branches of `anyOf` except branches whose pattern has look-around, if a branch besides null remains.
 
     A decimal of pydantic, for example, may be a number, or a text with such a pattern.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 MIN_REUSED_BYTES = 2**19
 PAGE_BYTES = 2**21  # a large page
 ALIGNMENT = 64  # bytes
-REFERENCES_OF_FREE = 2  # references to an unused buffer: its owner's, and the argument of sys.getrefcount
+REFERENCES_OF_FREE = 2  # references to an unused buffer: from its owner, and from the argument of sys.getrefcount
 
 
 class BufferPool:
@@ -97,7 +97,7 @@ class Arena:
         self.address = torch.frombuffer(self._block, dtype=torch.uint8).data_ptr()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialised tensor in the first gap that is large enough; None if no gap is."""
+        """Return an uninitialised tensor in the first gap that is large enough; None if no gap is large enough."""
         num_bytes = max(1, math.prod(shape)) * dtype.itemsize
         self._pieces = [self._pieces[i] for i in range(len(self._pieces)) if not self._is_free(i)]
         starts = [0, *(-(-piece.end // ALIGNMENT) * ALIGNMENT for piece in self._pieces)]

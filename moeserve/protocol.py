@@ -271,7 +271,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[LogprobRows] = []  # of all prompt tokens, sent once with the first token
+    prompt_logprobs: list[LogprobRows] = []  # rows of all prompt tokens, sent once with the first token
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended the request; None for the end-of-sequence token
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache

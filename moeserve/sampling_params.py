@@ -23,10 +23,10 @@ from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, 
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
 MAX_INTEGER = 2**63 - 1
-ALL_TOKENS = -1  # as a number of log-probabilities: of all tokens
-RANDOM_SEED = -1  # as a request's seed: a new one for each output
+ALL_TOKENS = -1  # as a number of log-probabilities: the size of the vocabulary
+RANDOM_SEED = -1  # as a request's seed: a new seed for each output
 LONGEST_PROMPT = -1  # as a number of tokens: as many as the context holds
-GuidedDecodingParams = StructuredOutputsParams  # its former name in vLLM
+GuidedDecodingParams = StructuredOutputsParams  # former name of StructuredOutputsParams in vLLM
 # "host:port" of a rank; the port is below 2**16.
 PORT = r"(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 KvAddress = Annotated[str, msgspec.Meta(pattern=rf"^[A-Za-z0-9_.:%\[\]-]+:{PORT}\Z", max_length=255)]

@@ -93,7 +93,7 @@ class StepwiseDetokenizer:
     def feed(self, token_id: int) -> str:
         token = self._vocabulary.token(token_id)
         if token is None or token_id in self._hidden_ids:
-            return ""  # the decoder skips it, so it does not end a run of bytes
+            return ""  # the decoder skips the token, so it does not end a run of bytes
         self._held.append(token_id)
         if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
             self._run.add(int(token[3:5], 16))

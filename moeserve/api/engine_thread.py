@@ -57,7 +57,7 @@ class EngineThread:
         return self.failure or EngineError(self.session.engine.refusal or "the engine is being shut down")
 
     def open_mailbox(self, prompt_id: str) -> Mailbox:
-        """Return the mailbox of a prompt, and run the engine for it."""
+        """Return the mailbox of a prompt, and run the engine."""
         mailbox = self.mailboxes[prompt_id] = Mailbox()
         self.run()
         return mailbox

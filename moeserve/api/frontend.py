@@ -148,7 +148,7 @@ class Frontend:
             )
 
     def reset_prefix_cache(self) -> None:
-        """Let later prompts use no blocks that were cached for earlier ones."""
+        """Let later prompts use no blocks that were cached for earlier prompts."""
         self._cache_generation = f"{secrets.token_hex(16)}:"
 
     def check_params(self, params: SamplingParams) -> None:

@@ -334,7 +334,7 @@ class LLM(Rollouts):
         return dataclasses.replace(sequence, text=self.codec.decode(token_ids))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Let later prompts use no blocks that were cached for earlier ones, also in stores behind the KV cache.
+        """Let later prompts use no blocks that were cached for earlier prompts, also in stores behind the KV cache.
 
         The old blocks are evicted when room is needed. Running requests keep their blocks, whatever the arguments are.
 
@@ -369,7 +369,7 @@ class LLM(Rollouts):
 
     @functools.cached_property
     def llm_engine(self) -> LLMEngine:
-        """The engine, for callers who run its steps themselves. Its requests share steps with those of this object."""
+        """The engine, for callers who run its steps. Its requests share steps with the requests of this object."""
         return LLMEngine.of_session(self.session, self._texts)
 
     def chat_prompt(
@@ -414,7 +414,7 @@ class LLM(Rollouts):
     def abort(self, request_id: str) -> None:
         """End the prompt in flight whose output has this `request_id`.
 
-        The call that waits for it returns the output so far.
+        The call that waits for this prompt returns the output so far.
         """
         self.session.abort(request_id)
 

@@ -282,7 +282,7 @@ class Rollouts:
         self.finish_weight_update(INITIAL_VERSION)
 
     def get_weight_version(self) -> str:
-        """Return the version of the last update; "default" before the first."""
+        """Return the version of the weights after the last update; "default" before the first update."""
         return self.session.engine.weights.version
 
     def weight_checksums(self) -> dict[str, str]:

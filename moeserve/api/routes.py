@@ -29,7 +29,7 @@ class OutputRoutes:
         self._rows += rows
 
     def array(self, num_output_tokens: int) -> Routes:
-        """Return the experts [tokens, layers, top_k] of the prompt and the output, except those of the last token."""
+        """Return the experts [tokens, layers, top_k] of all tokens of the prompt and the output but the last."""
         num_rows = max(self._num_prompt_tokens + num_output_tokens - 1, 0)
         rows = bytes(self._rows[: num_rows * self._shape.row_bytes])
         array: Routes = np.frombuffer(rows, self._shape.dtype).reshape(-1, self._shape.num_layers, self._shape.top_k)

@@ -191,7 +191,7 @@ class Session:
             return self.frontend.new_output(prompt_id)
 
     def reset_prefix_cache(self) -> None:
-        """Let later prompts use no blocks that were cached for earlier ones."""
+        """Let later prompts use no blocks that were cached for earlier prompts."""
         with self._frontend():
             self.frontend.reset_prefix_cache()
 
@@ -309,7 +309,7 @@ class Session:
                     self._engine_lock.release()
 
     def _take_ends(self) -> None:
-        """End the queued prompts, and discard some of them. The frontend lock must be held."""
+        """End the prompts that are queued to end, and discard some of them. The frontend lock must be held."""
         while self._to_end:
             prompt_id, forgets = self._to_end.popleft()
             self._for_engine += map(AbortRequest, self.frontend.unfinished(prompt_id))

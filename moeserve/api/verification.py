@@ -159,7 +159,7 @@ def verify(
         weights, codec = llm.config.weights, llm.codec
         outputs = _generate(llm, num_tokens)
     del llm
-    gc.collect()  # free its weights before transformers loads them
+    gc.collect()  # free the engine's weights before transformers loads the weights
     folder = folder or Path(weights.model_path)
     prompts = []
     for output, logprobs_LV in zip(outputs, _logprobs(folder, weights.dtype, outputs), strict=True):

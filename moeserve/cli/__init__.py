@@ -83,7 +83,7 @@ def _print_completion(shell: str) -> int:
 
 
 def _parser(chosen: Collection[str]) -> Parser:
-    """Return a parser that lists all commands, and has the flags of the chosen ones."""
+    """Return a parser that lists all commands, and has the flags of the chosen commands."""
     from moeserve import __version__
 
     parser = Parser(prog="moeserve", description="Inference engine for mixture-of-experts language models.")

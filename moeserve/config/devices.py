@@ -24,7 +24,7 @@ class DeviceDefaults:
     name: DeviceName
     max_num_seqs: int
     max_num_batched_tokens: int
-    # on a GPU, of its memory, for weights and caches; on a CPU, of what is free after loading, for caches
+    # on a GPU, share of all its memory, for weights and caches; on a CPU, of the memory free after loading, for caches
     memory_share: float
     dispatcher: DispatcherName  # between several ranks
     invariant_dispatcher: DispatcherName  # the same, if results must not depend on the batch

@@ -64,7 +64,7 @@ class MachineFacts:
 
 
 def from_settings(part: type[Part], settings: object, **resolved: Any) -> Part:
-    """Return a part of `EngineConfig`. Fields that are not given in `resolved` are settings of the same name."""
+    """Return a part of `EngineConfig`. Fields that are not in `resolved` get the settings of the same name."""
     assert dataclasses.is_dataclass(part)
     names = {field.name for field in dataclasses.fields(part)} - {*resolved}
     return part(**resolved, **{name: getattr(settings, name) for name in names})

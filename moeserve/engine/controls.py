@@ -85,7 +85,7 @@ class Controls:
         return ended
 
     def begin(self, replicas: Iterable[ReplicaHandle]) -> None:
-        """Bring new replicas into the state of the previous ones. Called before requests are sent to them.
+        """Bring new replicas into the state of the previous replicas. Called before requests are sent to new replicas.
 
         New replicas have the checkpoint's weights. If the previous replicas had other weights, the weights are stale
         now.

@@ -273,7 +273,7 @@ class Engine:
             self._request_load()
 
     def _watch(self) -> None:
-        """Watch the processes that serve and those that load."""
+        """Watch the processes that serve, and the processes that load."""
         loading = self._scaling.loading if self._scaling is not None else None
         self._serving = dict.fromkeys(self._generation.group.members)
         self._poll = ProcessPoll([*self._serving, *(loading.group.members if loading else ())], self._wake_up.fd)
@@ -357,7 +357,7 @@ class Engine:
         self._failure = ""
 
     def _config_after_failure(self, config: EngineConfig) -> EngineConfig:
-        """Return the config to restart with: the same, or with on_failure="shrink" one with fewer replicas."""
+        """Return the config for a restart: the same or, with on_failure="shrink", a config with fewer replicas."""
         if config.failure.on_failure != "shrink":
             return config
         return next_smaller(config, self._resized)

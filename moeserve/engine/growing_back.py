@@ -16,7 +16,7 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 600.0
 
 
 class GrowingBack:
-    """Decides when to try again to start replicas that were left out. Each delay is twice as long as the one before."""
+    """Decides when to try again to start replicas that were left out. Each delay is twice the previous delay."""
 
     def __init__(self, num_wanted: int) -> None:
         self.num_wanted = num_wanted  # number of replicas that the user has set

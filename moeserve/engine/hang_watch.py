@@ -248,7 +248,7 @@ class Records(Protocol):
     """The progress records of several processes, wherever these run."""
 
     def read(self) -> Sequence[ProgressRecord | None]:
-        """Return the present record of each process; None: its host has sent no record for a while."""
+        """Return the present record of each process; None: the process's host has sent no record for a while."""
         ...
 
 

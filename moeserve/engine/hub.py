@@ -197,7 +197,7 @@ class EngineHub:
     # The following methods run in the listener's thread.
 
     def _listen(self) -> None:
-        """Receive messages of the processes, report to them, and replace failed ones, until all have exited."""
+        """Receive messages of the processes, report to them, and replace failed processes, until all have exited."""
         try:
             leaving: set[int] = set()  # processes that have sent their last message
             while self._processes:
@@ -226,7 +226,7 @@ class EngineHub:
 
         Args:
             seconds: time since the last call. It counts up to twice the interval of checks, so that a pause of this
-                process, or of the machine, is not taken for silence of the others.
+                process, or of the machine, is not taken for silence of other processes.
         """
         for process, index in index_of.items():
             if index not in self._silence_s:

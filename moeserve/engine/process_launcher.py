@@ -98,7 +98,7 @@ class ProcessStarter:
         return RecordWatch(HangWatch(processes, rule, judges_hangs=judges_hangs), self, places)
 
     def read(self) -> list[ProgressRecord | None]:
-        """Return the present progress record of each process; None: its host has sent no record for a while."""
+        """Return the present progress record of each process; None: the host has sent no record for a while."""
         records: list[ProgressRecord | None] = list(self._records.read())
         if self._hosts is not None:
             for replica in range(len(self._seats)):

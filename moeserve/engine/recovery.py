@@ -101,7 +101,7 @@ class Recovery:
         return True
 
     def _replace_until_ready(self, is_cancelled: Callable[[], bool]) -> None:
-        """Replace failed processes, and those that fail meanwhile, until all replicas can serve.
+        """Replace failed processes, and processes that fail meanwhile, until all replicas can serve.
 
         With on_failure="shrink", or if processes cannot be replaced, replicas that have lost ranks are left out
         instead.

@@ -57,7 +57,7 @@ def restart(
 
 
 def next_smaller(config: EngineConfig, config_of: Callable[[int], EngineConfig]) -> EngineConfig:
-    """Return the config of the next smaller number of replicas that is possible; this config if none is.
+    """Return the config of the next smaller number of replicas that is possible; `config` if there is none.
 
     Args:
         config_of: returns the config of a number of replicas, or raises an error.

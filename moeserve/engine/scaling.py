@@ -137,7 +137,7 @@ def run_in_thread(work: Callable[[], None]) -> None:
 
 
 def try_in_place(start: Callable[[], None], start_again: Callable[[str], None], num_before: int) -> Future[None]:
-    """Start another number of replicas after the old ones have ended. Return the future of `Engine.scale`, done.
+    """Start another number of replicas after the old replicas have ended. Return a completed future for `Engine.scale`.
 
     Args:
         start_again: starts the old number of replicas after a failure, and is given the failure's message.
@@ -166,7 +166,7 @@ def require_one_change(data_parallel_size: int, *, is_scaling: bool) -> None:
 
 
 def require_equal_weights(weights: WeightState) -> None:
-    """Raise ScaleError if new replicas would not have the weights of those that serve."""
+    """Raise ScaleError if new replicas would not have the weights of the serving replicas."""
     if weights != WeightState():
         raise ScaleError(
             "new replicas would load the checkpoint, and the weights are others by now; call reload_weights first"

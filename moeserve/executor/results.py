@@ -52,7 +52,7 @@ class ResultQueue:
 
     @property
     def fd(self) -> int:
-        """Readable when `complete` has work to do."""
+        """File descriptor that is readable when `complete` has work to do."""
         return self._wake_up.fd
 
     def expect(self) -> Future[RoundResult]:

@@ -50,7 +50,7 @@ class KVConnector(Protocol):
         ...
 
     def begin_save(self, keys: Sequence[ItemKey]) -> dict[ItemKey, StoreKey]:
-        """Return the store's keys for those of the items that the store lacks and has room for."""
+        """Return the store's keys for the items that the store lacks and has room for."""
         ...
 
     def end_save(self, keys: Sequence[ItemKey], num_saved: int) -> None:

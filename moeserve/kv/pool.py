@@ -37,7 +37,7 @@ class BlockPool:
         return self._num_holders[block_id]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take blocks off the free list for one holder, and evict their digests."""
+        """Take blocks off the free list for one holder, and evict the digests of these blocks."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks needed, {self.num_free} free"
         taken = [self._take_free() for _ in range(num_blocks)]
         for block_id in taken:

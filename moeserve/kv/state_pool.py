@@ -61,7 +61,7 @@ class StatePool:
         self.pool.release([row - self.rows.start])
 
     def check_invariants(self, used: list[int], of_transfers: list[int]) -> None:
-        """Raise AssertionError unless the rows in use are those that plans and transfers in flight use.
+        """Raise AssertionError unless the rows in use are the rows that plans and transfers in flight use.
 
         Args:
             used: rows in use, each once for each plan that reads or writes it.

@@ -92,7 +92,7 @@ class Parent:
         _exit(1)
 
     def adopt(self, children: Sequence[WatchedProcess[Any]]) -> None:
-        """Report failures of children together with those of this process, and terminate the children with it."""
+        """Report failures of children like failures of this process, and terminate the children with this process."""
         self._children = children
 
 

@@ -87,7 +87,7 @@ class LimitedProcess:
         return None
 
     def close(self) -> None:
-        """End the process. A later message starts another one."""
+        """End the process. A later message starts another process."""
         with self._lock:
             self._end()
 
@@ -190,7 +190,7 @@ def _received(peer: socket.socket) -> bytes | None:
 
 
 def _exactly(peer: socket.socket, num_bytes: int) -> bytes | None:
-    """Return the next bytes; None if there are fewer."""
+    """Return the next `num_bytes` bytes; None if the other end closes before."""
     received = bytearray(num_bytes)
     rest = memoryview(received)
     while rest:

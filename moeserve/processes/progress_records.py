@@ -122,7 +122,7 @@ def begin_layer(layer: int) -> None:
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """Record a phase within the context, and the previous one again afterwards."""
+    """Record a phase within the context, and the previous phase again afterwards."""
     before = set_phase(phase)
     try:
         yield

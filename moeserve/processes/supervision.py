@@ -84,11 +84,11 @@ class Watched(Protocol):
         ...
 
     def flush(self, timeout_s: float = 0.0) -> object:
-        """Send pending data, as much as is accepted within this time."""
+        """Send as much of the pending data as the other end accepts within the timeout."""
         ...
 
     def failures(self) -> list[FailureReport]:
-        """Return the failures of this process and of its own children; empty while all of them run."""
+        """Return the failures of this process and of its own children; empty while all these processes run."""
         ...
 
     def wait(self, timeout_s: float) -> bool:

@@ -49,7 +49,7 @@ class AdmissionQueue:
     def admit(self, running: Sized, prefilling: Collection[LiveRequest]) -> Iterator[tuple[LiveRequest, Prefix]]:
         """Yield requests that fit, oldest first, with cached prefixes. The caller starts each request before the next.
 
-        A bounded number of requests may pass those that do not fit yet.
+        A bounded number of requests may pass requests that do not fit yet.
 
         Args:
             running: all running requests.

@@ -227,7 +227,7 @@ class Replica:
         return Round(row=row, plan=plan, command=None if control is None else control.command)
 
     def _control_to_announce(self) -> Control | None:
-        """Return the control that this replica is ready to run; None if there is none, or requests must end first."""
+        """Return the control that this replica is ready to run; None if none waits, or requests must end first."""
         if not self._controls or self._failure is not None:
             return None
         command = self._controls[0].command

@@ -20,7 +20,7 @@ class LiveRequest:
     cache: RequestCache
     token_ids: list[int] = field(init=False)  # tokens known to the scheduler: prompt, then output
     num_computed: int = 0  # tokens whose keys and values are in the cache
-    num_planned: int = 0  # computed tokens and those of plans in flight
+    num_planned: int = 0  # computed tokens, and tokens of plans in flight
     num_unknown: int = 0  # output tokens that plans in flight sample
     num_plans: int = 0  # plans in flight that include the request
     slot: int = NO_SLOT  # index in the ranks' tables

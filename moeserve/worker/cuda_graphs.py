@@ -79,8 +79,8 @@ def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence
     Each number is a multiple of tp, because the tp ranks exchange equal shares.
 
     Args:
-        is_capturable: returns True if steps with these tokens of each ep rank can be captured. Other steps run layer by
-            layer.
+        is_capturable: returns True if steps with these numbers of tokens per ep rank can be captured. Other steps run
+            layer by layer.
     """
     largest = min(max_num_seqs, MAX_SIZE)
     sizes = [*SMALL_SIZES, *range(2 * STEP, LARGE_FROM, STEP), *range(LARGE_FROM, largest + LARGE_STEP, LARGE_STEP)]
@@ -186,7 +186,7 @@ class CudaGraphs:
         own.copy_tensors(step)
         for name in ("positions", "padding", "settings"):  # read before and after the layers
             getattr(own, name).copy_(getattr(step, name))
-        # Halves are dispatched by the size of the larger one. Collective: all ep ranks.
+        # Both halves are dispatched with the size of the larger half. Collective: all ep ranks.
         self.model.dispatchers.prepare(own.halves[0].most_per_rank if own.halves else own.tokens_per_rank)
         replay, outputs = self._captured[size]
         replay()

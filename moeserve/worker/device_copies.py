@@ -165,10 +165,10 @@ class GpuCopies:
         return on_device, list(map(GroupTable, cache_slots, block_tables))
 
     def _changes(self) -> list[Array]:
-        """Return the changes since the last update of the device.
+        """Return the changes since the last update of the device, as four arrays.
 
-        These are flat indices into the block tables, the block ids at these indices, slots, and the slots' settings
-        [slots, W].
+        The arrays are flat indices [N] into the block tables, the block ids at these indices [N], slots [L], and the
+        sampling settings of these slots [L, W].
         """
         table = self._table
         num_groups, num_slots, width = table.tables.shape

@@ -102,7 +102,7 @@ class DraftRows:
     later_ids_T: Tensor  # input of the first module: for each row, the token after the row's token
     rows_S: Tensor  # the rows that draft
     ends_C: Tensor  # the last row of each chunk
-    known_NC: Tensor  # for each later module, the input of the rows `ends_C`, unless they draft
+    known_NC: Tensor  # for each later module, the input tokens of the rows `ends_C`, except in rows that draft
 
 
 class ModuleDrafter:
@@ -261,7 +261,7 @@ class ModuleDrafter:
         return drafts
 
     def _choose(self, hidden_SD: Tensor, number: int) -> Tensor:
-        """Return the most likely token of each row of a module. Collective: tp ranks."""
+        """Return [S] int64: the most likely token of each row of a module. Collective: tp ranks."""
         if not len(hidden_SD):
             return torch.zeros(0, dtype=torch.int64, device=hidden_SD.device)
         return self._model.logits(hidden_SD, number).argmax(dim=-1)

@@ -91,7 +91,7 @@ class GrammarChecker:
         return refusal
 
     def close(self) -> None:
-        """End the process. A later check starts another one."""
+        """End the process. A later check starts another process."""
         self._process.close()
 
 

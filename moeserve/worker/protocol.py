@@ -62,7 +62,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.rank, self.rank + self.config.parallel.ranks_per_replica)
 
     def of_rank(self, rank: int) -> RankStart:
-        """Return the start message of another rank of the replica whose first rank this is."""
+        """Return the start message of another rank of the replica, given the message of the first rank."""
         config, agent = self.config, self.agent_of(rank)
         if self.agents:
             config = config.changed(parallel={"num_ranks_on_host": self.agents.count(agent)})

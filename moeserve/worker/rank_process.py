@@ -176,7 +176,7 @@ def connected(start: RankStart) -> Groups:
 
 
 def take_nodes(config: EngineConfig, rank: int) -> None:
-    """Bind this thread, and those that it starts, to the NUMA nodes of the rank, if the host has several."""
+    """Bind this thread, and the threads that it starts, to the NUMA nodes of the rank, if the host has several."""
     hosts_nodes = usable_nodes() if config.compute.numa_binding else []
     nodes = nodes_of_rank(hosts_nodes, rank, config.parallel.num_ranks, config.compute.num_threads)
     if not nodes:

@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
 
     @property
     def num_sampled(self) -> int:
-        """Number of rows at the end of the chunk from which a token is sampled."""
+        """Number of rows that sample a token each. They are the last rows of the chunk."""
         return 1 + len(self.drafts) if self.samples else 0
 
 

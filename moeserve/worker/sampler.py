@@ -354,7 +354,7 @@ def _logprob_columns(
 
 
 def _process(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
-    """Change scores in place to those from which a token is drawn, before they are divided by the temperature.
+    """Change scores in place to the scores from which a token is drawn, before the division by the temperature.
 
     A forced token does not bar other tokens here, so its log-probability is that of drawing it. Waits on the
     host for requests with `min_p`, `top_k` or `top_p`.

@@ -494,5 +494,5 @@ def select_step_runner(
 
 
 def saved_rows_of(config: EngineConfig) -> range:
-    """Return the rows of saved states, which come after those of running requests."""
+    """Return the rows of saved states, which come after the rows of running requests."""
     return range(config.schedule.max_num_seqs, config.schedule.max_num_seqs + (config.cache.num_saved_states or 0))

@@ -12,7 +12,7 @@ def host_options(parallel: ParallelSettings) -> HostOptions | None:
     """Return the hosts of an engine; None if this is the only host, or Ray has the other hosts.
 
     Raises:
-        SettingsError: a setting is missing, or contradicts another one.
+        SettingsError: a setting is missing, or contradicts another setting.
     """
     number, num_hosts = parallel.node_rank, parallel.nnodes
     if number >= num_hosts:

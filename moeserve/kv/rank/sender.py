@@ -89,7 +89,7 @@ class BlockSender:
             threading.Thread(target=run, name="kv sender", daemon=True).start()
 
     def keep(self, message: KeepItems, on_end: Callable[[TransferResult], None]) -> None:
-        """Let another engine read items until all its ranks have disconnected or the time has expired.
+        """Let another engine read items until all ranks of that engine have disconnected, or the time has expired.
 
         Args:
             on_end: called once, in any thread. `num_copied` of the result is 0 if the time has expired.

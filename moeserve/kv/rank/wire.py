@@ -85,7 +85,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Request to send items piece by piece. For each piece, this range of all items of the piece's kind is sent.
+    """Request to send items piece by piece. For each piece, the sender sends the range for all items in the piece's
+    tensor.
 
     Without pieces, the receiver reads the items by NIXL, and then sends `HasRead`.
     """

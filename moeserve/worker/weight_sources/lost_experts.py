@@ -55,7 +55,7 @@ class LostExperts:
 
 
 def _reduced(placement: Placement, rank: int, experts: Sequence[int]) -> Placement:
-    """Return a placement in which a rank has only these experts, and another rank takes over its others."""
+    """Return a placement in which a rank has only these experts, and another rank also has the remaining experts."""
     ranks = list(placement.logical_of_slot)
     others = tuple(expert for expert in ranks[rank] if expert not in experts)
     ranks[rank] = tuple(experts)
@@ -122,7 +122,7 @@ class CheckpointExperts:
 
 
 def rows_of_experts(model: Decoder) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each layer's experts, [experts, bytes] each, by the name of the layer and their own name.
+    """Return the tensors of each layer's experts, [experts, bytes] uint8 each, by layer name and by tensor name.
 
     Args:
         model: a model whose experts are packed.
