@@ -53,6 +53,7 @@ class StartUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="start-update")
     # Shapes of all tensors of the update, by name. They show how experts are stacked. Empty: as in the checkpoint.
     shapes: dict[str, list[int]] = {}
     needs_all: bool = False  # all tensors must be sent, because the weights are of several versions
+    only_drafts: bool = False  # tensors are ignored unless they are those of modules for multi-token prediction
 
 
 class LoadTensors(msgspec.Struct, frozen=True, tag="load-tensors"):
@@ -71,7 +72,7 @@ class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag="receive-ten
 class FinishUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="finish-update"):
     """End an update. If a weight is only partly filled, the result is an error and the update stays open."""
 
-    version: str
+    version: str  # empty: the engine chooses one before ranks see the command
     salt: bytes  # see `Pause`
 
 

@@ -92,9 +92,10 @@ def check_transport(request: Any) -> None:
         )
 
 
-def start_command(shapes: Mapping[str, Sequence[int]] | None) -> StartUpdate:
-    """Return the command of `start_weight_update`."""
-    return StartUpdate(shapes={name: [int(size) for size in shape] for name, shape in (shapes or {}).items()})
+def start_command(shapes: Mapping[str, Sequence[int]] | None, *, only_drafts: bool = False) -> StartUpdate:
+    """Return the command of `start_weight_update`, or of `start_draft_weight_update`."""
+    given = {name: [int(size) for size in shape] for name, shape in (shapes or {}).items()}
+    return StartUpdate(shapes=given, only_drafts=only_drafts)
 
 
 def load_command(request: Any) -> LoadTensors | ReceiveTensors:
@@ -117,9 +118,9 @@ def load_command(request: Any) -> LoadTensors | ReceiveTensors:
     )
 
 
-def finish_command(version: str | None, number: int) -> FinishUpdate:
-    """Return the command of `finish_weight_update`; if no version is given, the command has a new version."""
-    return FinishUpdate(version=f"update-{number}" if version is None else version, salt=_new_salt())
+def finish_command(version: str | None) -> FinishUpdate:
+    """Return the command of `finish_weight_update`; if no version is given, the engine chooses one."""
+    return FinishUpdate(version=version or "", salt=_new_salt())
 
 
 def require_success(outcome: Outcome | None) -> Outcome:
@@ -150,7 +151,6 @@ class Rollouts:
     """The methods of `LLM` that pause and sleep, and that update the weights."""
 
     session: Session
-    _num_updates = 0
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stop after the steps in flight, and return when no rank computes. Requests that come later wait.
@@ -241,6 +241,20 @@ class Rollouts:
         """
         self._run_weights(start_command(shapes))
 
+    def start_draft_weight_update(self, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Begin an update of only the modules for multi-token prediction, which a trainer may send separately.
+
+        Other tensors that come are ignored, so that all tensors of a model may be sent once more.
+
+        Args:
+            shapes: as for `start_weight_update`.
+
+        Raises:
+            WeightUpdateError: there are no such modules; or as for `start_weight_update`.
+            EngineError: the engine was shut down, or has failed.
+        """
+        self._run_weights(start_command(shapes, only_drafts=True))
+
     def update_weights(self, request: Any) -> None:
         """Copy some tensors into the weights. An update has any number of such calls.
 
@@ -261,15 +275,15 @@ class Rollouts:
         """End an update. Outputs name the version of the weights in `weight_versions`.
 
         Args:
-            weight_version: name of the new version; None: a new name.
+            weight_version: name of the new version; None: a new name, or the present one after
+                `start_draft_weight_update`.
 
         Raises:
             WeightUpdateError: some weights are only partly filled. The update stays open for the missing tensors, which
                 the message names.
             EngineError: the engine was shut down, or has failed.
         """
-        self._num_updates += 1
-        self._run_weights(finish_command(weight_version, self._num_updates))
+        self._run_weights(finish_command(weight_version))
 
     def reload_weights(self) -> None:
         """Load the weights of the checkpoint again, also if they are stale.
@@ -307,7 +321,6 @@ class AsyncRollouts:
 
     session: Session
     _engine_thread: EngineThread
-    _num_updates = 0
 
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """See `LLM.pause`."""
@@ -348,14 +361,17 @@ class AsyncRollouts:
         """See `LLM.start_weight_update`."""
         await self._run_weights(start_command(shapes))
 
+    async def start_draft_weight_update(self, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """See `LLM.start_draft_weight_update`."""
+        await self._run_weights(start_command(shapes, only_drafts=True))
+
     async def update_weights(self, request: Any) -> None:
         """See `LLM.update_weights`."""
         await self._run_weights(load_command(request))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """See `LLM.finish_weight_update`."""
-        self._num_updates += 1
-        await self._run_weights(finish_command(weight_version, self._num_updates))
+        await self._run_weights(finish_command(weight_version))
 
     async def reload_weights(self) -> None:
         """See `LLM.reload_weights`."""

@@ -34,6 +34,8 @@ class Controls:
         self.is_paused = False
         self.weights = WeightState()
         self._called_s = time.monotonic()  # time of the last command of an update
+        self._updates_drafts = False  # the last update that has begun is only of modules for drafts
+        self._num_finished = 0
         self._replicas: list[ReplicaHandle] = []  # replicas that serve
         self._missing: set[int] = set()  # replicas that have not run the first control
         self._waiting: deque[tuple[Command, Future[ControlResult]]] = deque()
@@ -77,6 +79,12 @@ class Controls:
             raise WeightUpdateError("the memory of the weights was freed by sleep; call wake_up(['weights']) first")
         if isinstance(command, StartUpdate) and self.weights.is_stale:
             command = msgspec.structs.replace(command, needs_all=True)
+        if isinstance(command, StartUpdate):
+            self._updates_drafts = command.only_drafts
+        if isinstance(command, FinishUpdate):
+            self._num_finished += 1
+            chosen = self.weights.version if self._updates_drafts else f"update-{self._num_finished}"
+            command = msgspec.structs.replace(command, version=command.version or chosen)
         ended: Future[ControlResult] = Future()
         ended.set_running_or_notify_cancel()
         self._waiting.append((command, ended))

@@ -37,7 +37,7 @@ from moeserve.layers.moe.placement.placement import Placement
 from moeserve.layers.rows import Destination
 from moeserve.layers.weights import AnyWeights
 from moeserve.memory import free_pages
-from moeserve.models.checkpoint.loading import PIECE_VALUES, check_tensors, fill_place
+from moeserve.models.checkpoint.loading import PIECE_VALUES, Destinations, check_tensors, fill_place
 from moeserve.models.checkpoint.mapped_files import MappedFiles
 from moeserve.models.checkpoint.names import Translation, translated
 from moeserve.models.checkpoint.packing import fill_panels, packed_state, weights_of
@@ -151,8 +151,21 @@ class WeightUpdates:
         if command.shapes:
             names = {name: self._translation(name) for name in command.shapes}
             stored = {name: tuple(command.shapes[given]) for given, name in names.items() if name is not None}
+        if command.only_drafts:
+            if not self._model.config.num_draft_layers:
+                raise CheckpointError(
+                    "the engine has no modules for multi-token prediction; set speculative_config with method='mtp'"
+                )
+            of_others = {name: shape for name, shape in self._stored.items() if not name.startswith(OF_DRAFTS)}
+            stored = of_others | {name: shape for name, shape in stored.items() if name.startswith(OF_DRAFTS)}
         needs_all = command.needs_all or self._is_stale
-        self._update = _Update(self._model, self._skeleton(), self._description, stored, needs_all=needs_all)
+        if needs_all and command.only_drafts:
+            raise CheckpointError("the weights are stale; update all of them before those of drafts")
+        skeleton = self._skeleton()
+        places = destinations(skeleton, self._description.family.norm_offset, stored)
+        if command.only_drafts:
+            places = _only_of_drafts(places)
+        self._update = _Update(self._model, skeleton, places, needs_all=needs_all)
 
     def _cancel(self) -> None:
         if self._update is not None:
@@ -212,13 +225,16 @@ class _Update:
         self,
         model: Decoder,
         skeleton: Decoder,
-        description: Description,
-        stored: Mapping[str, tuple[int, ...]],
+        places: Destinations,
         *,
         needs_all: bool,
     ) -> None:
+        """
+        Args:
+            places: of the tensors of the update, in `skeleton`.
+        """
         self.has_written = False
-        self._destinations = places = destinations(skeleton, description.family.norm_offset, stored)
+        self._destinations = places
         self._needs_all = needs_all
         live, own = weights_of(model), weights_of(skeleton)
         self._live: dict[AnyWeights, AnyWeights] = {weights: live[name] for name, weights in own.items()}
@@ -315,6 +331,14 @@ class _Update:
         if weights.borrow is not None:
             weights.use_memory()
         weights.pack_into(panels)
+
+
+def _only_of_drafts(places: Destinations) -> Destinations:
+    """Return the destinations of modules for multi-token prediction; all other tensors are ignored."""
+    into = {name: of_name for name, of_name in places.into.items() if name.startswith(OF_DRAFTS)}
+    return dataclasses.replace(
+        places, into=into, is_ignored=lambda name: not name.startswith(OF_DRAFTS) or places.is_ignored(name)
+    )
 
 
 def _checkpoint_of(place: Path, stored: Mapping[str, StoredTensor]) -> Checkpoint:

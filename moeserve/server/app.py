@@ -26,7 +26,7 @@ from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses, stored_responses
 from moeserve.server.openai.response_store import ResponseStore
-from moeserve.server.operators import add_operator_routes
+from moeserve.server.operators import add_operator_routes, for_administrators
 from moeserve.server.rollouts import add_rollout_routes
 from moeserve.server.scaling import add_scale_route
 from moeserve.server.schema import UNSUPPORTED
@@ -35,6 +35,7 @@ from moeserve.server.settings import ServerSettings
 from moeserve.server.sglang import add_sglang_routes
 from moeserve.server.statistics import Statistics
 from moeserve.server.status import Status, StatusReader
+from moeserve.server.token_generation import add_token_generation_route
 
 
 class ErrorDetail(BaseModel):
@@ -93,8 +94,10 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     _add_status_routes(app, service, statistics)
     add_operator_routes(app, service, keys)
     if service.llm.config.weights.rl:
-        add_rollout_routes(app, service, keys)
-        add_sglang_routes(app, service, keys)
+        of_trainer = [] if settings.rl_without_key else for_administrators(keys)
+        add_rollout_routes(app, service, of_trainer)
+        add_sglang_routes(app, service, of_trainer)
+        add_token_generation_route(app, service, of_trainer)
     if settings.enable_tokenizer_info_endpoint:
         _add_tokenizer_info(app, service)
     if settings.allow_scale:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 
 from moeserve import __version__
+from moeserve.config.engine_config import EngineConfig
 from moeserve.server.errors import ApiError
 from moeserve.server.keys import Keys
 from moeserve.server.service import Service
@@ -45,6 +46,7 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         transfer = {"backend": "shm"} if config.weights.rl else None
         return {
             "vllm_config": {"model_config": model, "weight_transfer_config": transfer},  # fields that TRL reads
+            **_sglang_settings(config),
             "version": __version__,
             "model_names": service.model_names,
             "num_blocks": service.llm.session.engine.num_blocks,
@@ -57,6 +59,27 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         require_administrator(keys, request.headers)
         service.reset_prefix_cache()
         return {"success": True}
+
+
+def _sglang_settings(config: EngineConfig) -> dict[str, Any]:
+    """Return settings by the names that SGLang gives them. slime requires some of them to be as its own settings."""
+    return {
+        "tp_size": config.parallel.tensor_parallel_size,
+        "pp_size": config.parallel.pipeline_parallel_size,
+        "dp_size": config.parallel.data_parallel_size,
+        "dtype": config.weights.dtype,
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": config.experts.routes is not None,
+    }
+
+
+def for_administrators(keys: Keys) -> list[Any]:
+    """Return the dependencies of routes that need an administrator's key."""
+
+    def require_key(request: Request) -> None:
+        require_administrator(keys, request.headers)
+
+    return [Depends(require_key)]
 
 
 def require_administrator(keys: Keys, headers: Mapping[str, str]) -> None:

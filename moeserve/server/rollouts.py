@@ -6,14 +6,12 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from moeserve.controls import MemoryTag, PauseMode
 from moeserve.errors import MoeserveError, WeightUpdateError
 from moeserve.server.errors import ApiError, api_error
-from moeserve.server.keys import Keys
-from moeserve.server.operators import require_administrator
 from moeserve.server.service import Service
 
 Result = TypeVar("Result")
@@ -50,15 +48,14 @@ class CheckBody(_Body):
     baseline: dict[str, str] | None = None
 
 
-def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the routes for trainers, which need an administrator's key."""
+def add_rollout_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> None:
+    """Add the routes for trainers, with vLLM's names.
 
-    def require_key(request: Request) -> None:
-        require_administrator(keys, request.headers)
+    Args:
+        of_trainer: dependencies of the routes, which refuse clients that are no trainers.
+    """
 
-    of_administrator = [Depends(require_key)]
-
-    @app.post("/pause", dependencies=of_administrator)
+    @app.post("/pause", dependencies=of_trainer)
     async def pause(
         mode: Annotated[PauseMode, Query()] = "abort", clear_cache: Annotated[bool, Query()] = True
     ) -> dict[str, Literal["paused"]]:
@@ -66,13 +63,13 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         await finished(service.llm.pause(mode, clear_cache))
         return {"status": "paused"}
 
-    @app.post("/resume", dependencies=of_administrator)
+    @app.post("/resume", dependencies=of_trainer)
     async def resume() -> dict[str, Literal["resumed"]]:
         """Continue to run steps after a pause."""
         await finished(service.llm.resume())
         return {"status": "resumed"}
 
-    @app.post("/abort_requests", dependencies=of_administrator)
+    @app.post("/abort_requests", dependencies=of_trainer)
     async def abort_requests(body: AbortRequestsBody) -> dict[str, str]:
         """End all requests. Their outputs keep the tokens generated so far."""
         if body.request_ids:
@@ -80,12 +77,12 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         await end_all_requests(service)
         return {"status": "aborted"}
 
-    @app.get("/is_paused", dependencies=of_administrator)
+    @app.get("/is_paused", dependencies=of_trainer)
     async def is_paused() -> dict[str, bool]:
         """Return True from the end of a pause to the end of a resume."""
         return {"is_paused": await service.llm.is_paused()}
 
-    @app.post("/sleep", dependencies=of_administrator)
+    @app.post("/sleep", dependencies=of_trainer)
     async def sleep(
         level: Annotated[int, Query()] = 1, mode: Annotated[PauseMode, Query()] = "abort"
     ) -> dict[str, Literal["asleep"]]:
@@ -93,34 +90,39 @@ def add_rollout_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         await finished(service.llm.sleep(level, mode))
         return {"status": "asleep"}
 
-    @app.post("/wake_up", dependencies=of_administrator)
+    @app.post("/wake_up", dependencies=of_trainer)
     async def wake_up(tags: Annotated[list[MemoryTag] | None, Query()] = None) -> dict[str, bool]:
         """Allocate the memory with these tags again; without tags, all memory. See `LLM.wake_up`."""
         await finished(service.llm.wake_up(tags))
         return {"is_sleeping": await service.llm.is_sleeping()}
 
-    @app.get("/is_sleeping", dependencies=of_administrator)
+    @app.get("/is_sleeping", dependencies=of_trainer)
     async def is_sleeping() -> dict[str, bool]:
         """Return True from the end of a sleep until all memory is awake."""
         return {"is_sleeping": await service.llm.is_sleeping()}
 
-    _add_weight_routes(app, service, of_administrator)
+    _add_weight_routes(app, service, of_trainer)
 
 
-def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[Any]) -> None:
+def _add_weight_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> None:
     llm = service.llm
 
-    @app.post("/init_weight_transfer_engine", dependencies=of_administrator)
+    @app.post("/init_weight_transfer_engine", dependencies=of_trainer)
     async def init_weight_transfer_engine(body: InitBody) -> dict[str, str]:
         await finished(llm.init_weight_transfer_engine({"init_info": body.init_info}))
         return {"message": "Weight transfer initialized"}
 
-    @app.post("/start_weight_update", dependencies=of_administrator)
+    @app.post("/start_weight_update", dependencies=of_trainer)
     async def start_weight_update(body: StartBody | None = None) -> dict[str, str]:
         await finished(llm.start_weight_update(None if body is None else body.shapes))
         return {"message": "Weight update started"}
 
-    @app.post("/update_weights", dependencies=of_administrator)
+    @app.post("/start_draft_weight_update", dependencies=of_trainer)
+    async def start_draft_weight_update(body: StartBody | None = None) -> dict[str, str]:
+        await finished(llm.start_draft_weight_update(None if body is None else body.shapes))
+        return {"message": "Draft weight update started"}
+
+    @app.post("/update_weights", dependencies=of_trainer)
     async def update_weights(body: UpdateBody) -> dict[str, str]:
         if (body.update_info is None) == (body.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir", param="update_info")
@@ -132,21 +134,21 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
             await finished(llm.finish_weight_update(Path(body.weight_dir).name))
         return {"message": "Weights updated"}
 
-    @app.post("/finish_weight_update", dependencies=of_administrator)
+    @app.post("/finish_weight_update", dependencies=of_trainer)
     async def finish_weight_update(body: FinishBody | None = None) -> dict[str, str]:
         await finished(llm.finish_weight_update(None if body is None else body.weight_version))
         return {"message": "Weight update finished"}
 
-    @app.post("/reload_weights", dependencies=of_administrator)
+    @app.post("/reload_weights", dependencies=of_trainer)
     async def reload_weights() -> dict[str, str]:
         await finished(llm.reload_weights())
         return {"message": "Weights reloaded"}
 
-    @app.get("/weight_info", dependencies=of_administrator)
+    @app.get("/weight_info", dependencies=of_trainer)
     async def weight_info() -> dict[str, str]:
         return {"weight_version": await llm.get_weight_version()}
 
-    @app.post("/weight_checker", dependencies=of_administrator)
+    @app.post("/weight_checker", dependencies=of_trainer)
     async def weight_checker(body: CheckBody) -> dict[str, Any]:
         if body.action == "compare" and body.baseline is None:
             raise ApiError(400, "action='compare' needs a baseline", param="baseline")
@@ -157,7 +159,7 @@ def _add_weight_routes(app: FastAPI, service: Service, of_administrator: list[An
         differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
         return {"match": not differing, "mismatches": differing}
 
-    @app.get("/get_world_size", dependencies=of_administrator)
+    @app.get("/get_world_size", dependencies=of_trainer)
     async def get_world_size(include_dp: Annotated[bool, Query()] = True) -> dict[str, int]:
         parallel = llm.config.parallel
         return {"world_size": parallel.num_ranks if include_dp else parallel.ranks_per_replica}

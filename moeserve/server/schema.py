@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
@@ -27,6 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError
+from moeserve.outputs import Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import api_error
 
@@ -341,6 +342,16 @@ class Usage(BaseModel):
 def finite(logprob: float) -> float:
     """Return a log-probability for JSON. Minus infinity, of an excluded token, becomes -9999, as in vLLM."""
     return max(logprob, -9999.0)
+
+
+def by_position(prompt_logprobs: Sequence[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+    """Return the log-probabilities of a prompt in vLLM's format."""
+    return [
+        None
+        if position is None
+        else {str(token_id): {**vars(at), "logprob": finite(at.logprob)} for token_id, at in position.items()}
+        for position in prompt_logprobs
+    ]
 
 
 def usage(num_prompt: int, num_cached: int, num_written: int, num_output: int) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class ServerSettings:
     admin_key: list[str] | None = setting(
         None, "key for POST /reset_prefix_cache and, if there is one, for POST /scale"
     )
+    rl_without_key: bool = setting(
+        False, "with rl: no route for trainers needs admin_key; only where nobody else reaches the server"
+    )
     max_body_bytes: PositiveInt = setting(8 * 2**20, "maximum bytes of a request's body")
     max_bytes_in_flight: PositiveInt = setting(
         32 * 2**20,

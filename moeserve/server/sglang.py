@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field
 
 from moeserve.config.limits import LIMITS
@@ -16,15 +15,18 @@ from moeserve.controls import PauseMode
 from moeserve.outputs import CompletionOutput, RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
-from moeserve.server.keys import Keys
-from moeserve.server.operators import require_administrator
+from moeserve.server.reply import Reply
 from moeserve.server.rollouts import end_all_requests, finished
-from moeserve.server.schema import Bounded, TokenId
+from moeserve.server.schema import Bounded, TokenId, finite
 from moeserve.server.service import Service
+from moeserve.server.whole_outputs import reply_with_whole
 
 # SGLang's names of sampling parameters -> names in `SamplingParams`.
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-NO_EFFECT = ("no_stop_trim", "spaces_between_special_tokens")
+NAMES = {
+    **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"},
+    "no_stop_trim": "include_stop_str_in_output",
+}
+NO_EFFECT = ("spaces_between_special_tokens",)
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 
 
@@ -54,42 +56,33 @@ class AbortBody(BaseModel):
     abort_all: Literal[True]  # this server does not know requests by id
 
 
-def add_sglang_routes(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the routes of SGLang's API, which need an administrator's key."""
+def add_sglang_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> None:
+    """Add the routes of SGLang's API.
 
-    def require_key(request: Request) -> None:
-        require_administrator(keys, request.headers)
+    Args:
+        of_trainer: dependencies of the routes, which refuse clients that are no trainers.
+    """
+    llm = service.llm
 
-    llm, of_administrator = service.llm, [Depends(require_key)]
+    _add_request_routes(app, service, of_trainer)
 
-    @app.post("/generate", dependencies=of_administrator)
-    async def generate(body: GenerateBody, request: Request) -> dict[str, Any]:
-        return await _generated(service, body, request)
-
-    @app.get("/health_generate", dependencies=of_administrator)
-    async def health_generate() -> dict[str, str]:
-        """Respond with status 503 unless requests are served."""
-        if not service.is_ready:
-            raise ApiError(503, "the engine does not serve requests")
-        return {"status": "ready"}
-
-    @app.post("/pause_generation", dependencies=of_administrator)
+    @app.post("/pause_generation", dependencies=of_trainer)
     async def pause_generation(body: PauseBody | None = None) -> dict[str, Any]:
         mode = PAUSE_MODES["abort" if body is None else body.mode]
         await finished(llm.pause(mode, clear_cache=False))
         return _done("Generation paused")
 
-    @app.post("/continue_generation", dependencies=of_administrator)
+    @app.post("/continue_generation", dependencies=of_trainer)
     async def continue_generation() -> dict[str, Any]:
         await finished(llm.resume())
         return _done("Generation continued")
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"], dependencies=of_administrator)
+    @app.api_route("/flush_cache", methods=["GET", "POST"], dependencies=of_trainer)
     async def flush_cache() -> dict[str, Any]:
         service.reset_prefix_cache()
         return _done("Cache flushed")
 
-    @app.post("/update_weights_from_disk", dependencies=of_administrator)
+    @app.post("/update_weights_from_disk", dependencies=of_trainer)
     async def update_weights_from_disk(body: FolderBody) -> dict[str, Any]:
         version = Path(body.model_path).name if body.weight_version is None else body.weight_version
         await finished(llm.start_weight_update())
@@ -97,69 +90,84 @@ def add_sglang_routes(app: FastAPI, service: Service, keys: Keys) -> None:
         await finished(llm.finish_weight_update(version))
         return _done("Weights updated")
 
-    @app.post("/abort_request", dependencies=of_administrator)
+    @app.post("/abort_request", dependencies=of_trainer)
     async def abort_request(body: AbortBody) -> dict[str, Any]:
         await end_all_requests(service)
         return _done("Requests ended")
 
-    @app.post("/update_weight_version", dependencies=of_administrator)
+    @app.post("/update_weight_version", dependencies=of_trainer)
     async def update_weight_version(body: VersionBody) -> dict[str, Any]:
         """Name a new version of the weights. Prefixes computed with the old version are not found any more."""
         await finished(llm.start_weight_update())
         await finished(llm.finish_weight_update(body.new_version))
         return {"success": True, "new_version": body.new_version}
 
-    @app.get("/get_weight_version", dependencies=of_administrator)
+    @app.get("/get_weight_version", dependencies=of_trainer)
     async def get_weight_version() -> dict[str, str]:
         return {"weight_version": await llm.get_weight_version()}
+
+
+def _add_request_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> None:
+    @app.post("/generate", dependencies=of_trainer)
+    async def generate(body: GenerateBody, request: Request) -> Reply:
+        return _generated(service, body, request)
+
+    @app.get("/health_generate", dependencies=of_trainer)
+    async def health_generate() -> dict[str, str]:
+        """Respond with status 503 unless requests are served."""
+        if not service.is_ready:
+            raise ApiError(503, "the engine does not serve requests")
+        return {"status": "ready"}
+
+    @app.get("/v1/loads", dependencies=of_trainer)
+    async def loads() -> dict[str, Any]:
+        """Return the number of outputs that run and wait, which are 0 once `/abort_request` has ended all."""
+        totals = service.totals
+        return {"loads": [{"num_running_reqs": totals.num_admitted, "num_waiting_reqs": totals.num_queued}]}
 
 
 def _done(message: str) -> dict[str, Any]:
     return {"success": True, "message": message}
 
 
-async def _generated(service: Service, body: GenerateBody, request: Request) -> dict[str, Any]:
-    """Generate one output for a prompt, and return it in SGLang's form."""
+def _generated(service: Service, body: GenerateBody, request: Request) -> Reply:
+    """Generate one output for a prompt, and respond with it in SGLang's form."""
     prompt = body.text if body.input_ids is None else body.input_ids
     if prompt is None or (body.text is not None and body.input_ids is not None):
         raise ApiError(400, "give either input_ids or text", param="input_ids")
+    if body.return_routed_experts and service.llm.config.experts.routes is None:
+        raise ApiError(400, "serve with --enable-return-routed-experts", param="return_routed_experts")
     given = {NAMES.get(name, name): value for name, value in body.sampling_params.items() if name not in NO_EFFECT}
     params = SamplingParams.from_optional(**{"max_tokens": 128} | given | {"logprobs": 0})
     if params.n != 1:
         raise ApiError(400, f"n={params.n}: /generate has one output; send several requests", param="n")
-    client, text = request.state.client, ""
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    async with contextlib.aclosing(service.generate(client, prompt, params, None)) as outputs:
-        async for output in outputs:
-            (gained,) = output.outputs
-            text += gained.text
-            token_ids += gained.token_ids
-            logprobs += [at[token].logprob for token, at in zip(gained.token_ids, gained.logprobs or (), strict=True)]
-    meta = {"id": client.request_id, **_facts(output, gained, len(token_ids))}
-    if body.return_logprob:
-        meta["output_token_logprobs"] = [
-            [logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)
-        ]
-    if body.return_routed_experts:
-        if gained.routed_experts is None:
-            raise ApiError(400, "serve with --enable-return-routed-experts", param="return_routed_experts")
-        meta["routed_experts"] = base64.b64encode(gained.routed_experts.astype(np.int32).tobytes()).decode()
-    return {"text": text, "output_ids": token_ids, "meta_info": meta}
+    client = request.state.client
+
+    def answer(output: RequestOutput) -> dict[str, Any]:
+        (made,) = output.outputs
+        meta = {"id": client.request_id, **_facts(output, made)}
+        if body.return_logprob:
+            pairs = zip(made.token_ids, made.logprobs or (), strict=True)
+            meta["output_token_logprobs"] = [[finite(at[token].logprob), token, None] for token, at in pairs]
+        if made.token_ids and body.return_routed_experts and made.routed_experts is not None:
+            meta["routed_experts"] = base64.b64encode(made.routed_experts.astype(np.int32).tobytes()).decode()
+        return {"text": made.text, "output_ids": made.token_ids, "meta_info": meta}
+
+    return reply_with_whole(service.generate(client, prompt, params, None), answer)
 
 
-def _facts(output: RequestOutput, gained: CompletionOutput, num_tokens: int) -> dict[str, Any]:
+def _facts(output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
     """Return the metadata of a finished output, in SGLang's form."""
-    reason: dict[str, Any] = {"type": gained.finish_reason}
-    if gained.finish_reason == "length":
-        reason["length"] = num_tokens
-    elif gained.stop_reason is not None:
-        reason["matched"] = gained.stop_reason
-    versions = gained.weight_versions
+    reason: dict[str, Any] = {"type": made.finish_reason}
+    if made.finish_reason == "length":
+        reason["length"] = len(made.token_ids)
+    elif made.stop_reason is not None:
+        reason["matched"] = made.stop_reason
+    versions = made.weight_versions
     return {
         "finish_reason": reason,
         "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": num_tokens,
+        "completion_tokens": len(made.token_ids),
         "cached_tokens": output.num_cached_tokens,
         "weight_version": versions[-1].version if versions else None,
     }

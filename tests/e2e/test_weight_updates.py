@@ -15,7 +15,7 @@ import pytest
 import torch
 from rank_processes import living_ranks
 from reference_models import Reference
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_draft_layers import MTP, with_modules
 from torch import Tensor
 
@@ -403,10 +403,72 @@ def test_modules_for_drafts_that_are_not_sent_stay_as_they_are(
     assert "MTP" in caplog.text
     same = {name for name in old if old[name] == new[name]}
     assert same
-    assert all("registered_modules" in name or ".registered_layers.4" in name for name in same), same
+    assert all(is_of_drafts(name) for name in same), same
     with LLM(str(tmp_path), rl=True, **SETTINGS) as llm:
         WeightSender(llm).send(tensors)
         assert tokens(llm) == drafted
+
+
+def test_modules_for_drafts_are_updated_by_themselves(
+    reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """As a trainer of vLLM does: all tensors in one update, and all of them again in one that only reads drafts."""
+    folders = [tmp_path / name for name in ("old", "new")]
+    for folder, factor in zip(folders, (1.0, 0.5), strict=True):
+        folder.mkdir()
+        with_modules(reference_named("deepseek-v3"), folder)
+        (shard,) = folder.glob("*.safetensors")
+        tensors = {name: factor * tensor for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, {"format": "pt"})
+    old, new = folders
+    update = {"update_info": {"path": str(new)}}
+    with LLM(str(new), rl=True, speculative_config=MTP, **SETTINGS) as llm:
+        expected = llm.weight_checksums()
+    with LLM(str(old), rl=True, speculative_config=MTP, **SETTINGS) as llm:
+        before, old_tokens = llm.weight_checksums(), tokens(llm)
+        llm.start_draft_weight_update()
+        llm.update_weights(update)
+        llm.finish_weight_update()
+        found = llm.weight_checksums()
+        changed = {name for name in found if found[name] != before[name]}
+        assert changed
+        assert all(is_of_drafts(name) for name in changed), changed
+        assert all(found[name] == expected[name] for name in found if is_of_drafts(name))
+        assert tokens(llm) == old_tokens
+        assert llm.get_weight_version() == "default"
+        llm.start_weight_update()
+        llm.update_weights(update)
+        llm.finish_weight_update("next")
+        assert llm.weight_checksums() == expected
+        llm.start_draft_weight_update({name: list(tensor.shape) for name, tensor in tensors.items()})
+        llm.update_weights(update)
+        llm.finish_weight_update()
+        assert (llm.weight_checksums(), llm.get_weight_version()) == (expected, "next")
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        with pytest.raises(WeightUpdateError, match="stale"):
+            llm.start_draft_weight_update()
+    with (
+        LLM(str(old), rl=True, **SETTINGS) as llm,
+        pytest.raises(WeightUpdateError, match="speculative_config"),
+    ):
+        llm.start_draft_weight_update()
+
+
+def is_of_drafts(name: str) -> bool:
+    return "registered_modules" in name or ".registered_layers.4" in name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [{}, dict(tensor_parallel_size=2)], ids=["one", "tp"])
+def test_gates_of_zero_experts_that_transformers_sends_are_not_read(
+    trained_named: Callable[[str], Trained], options: dict[str, Any]
+) -> None:
+    trained = trained_named("longcat-flash")
+    expected = fresh(trained, trained.new, **options)
+    with LLM(str(trained.old), rl=True, **SETTINGS, **options) as llm:
+        WeightSender(llm).send(trained.tensors)
+        assert (llm.weight_checksums(), tokens(llm)) == expected
 
 
 @pytest.mark.parametrize("num_updates", [12, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])

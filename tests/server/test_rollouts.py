@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ ROUTES = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused")]
 ROUTES += [("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")]
 WEIGHT_ROUTES = [
     *[("POST", f"/{name}") for name in ("start_weight_update", "finish_weight_update", "reload_weights")],
+    ("POST", "/start_draft_weight_update"),
     *[("POST", f"/{name}") for name in ("init_weight_transfer_engine", "update_weights", "weight_checker")],
     *[("GET", f"/{name}") for name in ("weight_info", "get_world_size")],
 ]
@@ -268,7 +270,8 @@ def test_a_server_sleeps(server: RunningServer) -> None:
 SGLANG_ROUTES = [
     *[("POST", f"/{name}") for name in ("generate", "pause_generation", "continue_generation", "flush_cache")],
     *[("POST", f"/{name}") for name in ("update_weights_from_disk", "abort_request")],
-    *[("GET", f"/{name}") for name in ("get_weight_version", "health_generate", "flush_cache")],
+    *[("GET", f"/{name}") for name in ("get_weight_version", "health_generate", "flush_cache", "v1/loads")],
+    ("POST", "/inference/v1/generate"),
 ]
 
 
@@ -332,9 +335,13 @@ def test_sglang_routes_generate_and_update(server: RunningServer, tmp_path: Path
         assert http.post("/abort_requests", json={"request_ids": ["a"]}).status_code == 400
         assert http.get("/is_paused").json() == {"is_paused": False}
         assert http.get("/health_generate").status_code == 200
-        info = http.get("/server_info").json()["vllm_config"]
-        assert info["model_config"] == {"dtype": "float32", "logprobs_mode": "raw_logprobs"}
-        assert info["weight_transfer_config"] is not None
+        assert http.get("/v1/loads").json() == {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}
+        info = http.get("/server_info").json()
+        assert info["vllm_config"]["model_config"] == {"dtype": "float32", "logprobs_mode": "raw_logprobs"}
+        assert info["vllm_config"]["weight_transfer_config"] is not None
+        assert {name: info[name] for name in ("tp_size", "pp_size", "dp_size")} == dict(tp_size=1, pp_size=1, dp_size=1)
+        assert info["dtype"] == "float32"
+        assert not info["enable_return_routed_experts"]
         for wrong in ({}, {"text": "a", "input_ids": [1]}, {"input_ids": []}, body | {"stream": True}):
             assert http.post("/generate", json=wrong).status_code in (400, 422)
         for name, value in (("n", 2), ("temperatur", 1), ("max_new_tokens", 0)):
@@ -342,3 +349,98 @@ def test_sglang_routes_generate_and_update(server: RunningServer, tmp_path: Path
         assert http.post("/generate", json=body | {"return_routed_experts": True}).status_code == 400
         assert http.post("/abort_request", json={"rid": "a"}).status_code in (400, 422)
         http.post("/reload_weights")
+
+
+def test_tokens_in_and_out(server: RunningServer) -> None:
+    """As prime-rl's client sends and reads them."""
+    prompt = [3, 1, 4, 1, 5]
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "cache_salt": "3"}
+    body = {"token_ids": prompt, "sampling_params": params | {"logprobs": 1, "prompt_logprobs": 1}}
+    with server.http(headers=ADMIN) as http:
+        answer = http.post("/inference/v1/generate", json=body).json()
+        direct = http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+            | {"logprobs": 1, "prompt_logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True},
+        ).json()
+        (choice,), (expected,) = answer["choices"], direct["choices"]
+        assert choice["token_ids"] == expected["token_ids"]
+        assert [each["token"] for each in choice["logprobs"]["content"]] == expected["logprobs"]["tokens"]
+        assert [each["logprob"] for each in choice["logprobs"]["content"]] == expected["logprobs"]["token_logprobs"]
+        assert (choice["finish_reason"], choice["weight_versions"]) == ("length", [["default", 0, 6]])
+        assert answer["prompt_logprobs"] == expected["prompt_logprobs"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 6)
+        two = http.post("/inference/v1/generate", json=body | {"sampling_params": {"n": 2, "max_tokens": 3}}).json()
+        assert [(each["index"], len(each["token_ids"])) for each in two["choices"]] == [(0, 3), (1, 3)]
+        for wrong in ({}, {"token_ids": []}, body | {"stream": True}, body | {"features": {}}, body | {"model": "x"}):
+            assert http.post("/inference/v1/generate", json=wrong).status_code in (400, 404)
+        wrong = body | {"sampling_params": {"temperatur": 1}}
+        assert http.post("/inference/v1/generate", json=wrong).status_code == 400
+
+
+def test_tokens_come_with_their_experts(server: RunningServer) -> None:
+    settings: dict[str, Any] = dict(dtype="float32", max_model_len=64, enable_return_routed_experts=True, rl=True)
+    llm = AsyncLLM(server.llm.config.weights.model_path, show_progress=False, **settings)
+    body = {"token_ids": [3, 1, 4, 1, 5], "input_ids": [3, 1, 4, 1, 5], "return_routed_experts": True}
+    params = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    with running(llm, rl_without_key=True) as own, own.http() as http:
+        answers = []
+        for late in ({}, {"routed_experts_prompt_start": 3}):
+            (choice,) = http.post("/inference/v1/generate", json=body | {"sampling_params": params | late}).json()[
+                "choices"
+            ]
+            packed = choice["routed_experts"]
+            experts = np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"]).reshape(packed["shape"])
+            answers.append((packed["start"], experts))
+        meta = http.post("/generate", json=body | {"sampling_params": params}).json()["meta_info"]
+        of_sglang = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        http.post("/pause")  # without a key, as slime calls
+        ended: list[Any] = []
+        paths = ("/generate", "/inference/v1/generate")
+
+        def ask() -> None:
+            with own.http() as other:
+                for path in paths:
+                    ended.append(other.post(path, json=body | {"sampling_params": params}).json())
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for number in (1, 2):  # both are aborted before their first tokens
+            while http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
+                assert thread.is_alive()
+            http.post("/abort_request", json={"abort_all": True})
+            while len(ended) < number and thread.is_alive():
+                pass
+        thread.join()
+    llm.shutdown()
+    (slimes, (choice,)) = ended[0]["meta_info"], ended[1]["choices"]
+    assert (slimes["finish_reason"], choice["finish_reason"]) == ({"type": "abort"}, "abort")
+    assert "routed_experts" not in slimes
+    assert choice["routed_experts"] is None
+    (first, whole), (second, later) = answers
+    assert (first, second) == (0, 3)
+    assert whole.shape[0] == 8
+    assert np.array_equal(later, whole[3:])
+    assert np.array_equal(of_sglang.reshape(whole.shape), whole)
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/generate"])
+def test_generation_ends_when_the_trainer_leaves(server: RunningServer, path: str) -> None:
+    data = json.dumps({"token_ids": [3, 1, 4], "input_ids": [3, 1, 4]}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer admin\r\n"
+    head += "Content-Type: application/json\r\n"
+    with server.http(headers=ADMIN) as http:
+
+        def num_running() -> int:
+            (load,) = http.get("/v1/loads").json()["loads"]
+            return int(load["num_running_reqs"])
+
+        http.post("/pause")  # so that no output ends
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+            connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            while num_running() == 0:
+                pass
+        while num_running() == 1:
+            pass
+        http.post("/resume")

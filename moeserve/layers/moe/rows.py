@@ -117,11 +117,14 @@ def _fused(at: At, moe: MoELayer) -> Iterator[Row]:
         parts = [slice(part * width + share.start, part * width + share.stop) for part in range(num_parts)]
     yield at(name), None
     yield at("down_proj"), None
+    num_stored = num_experts + moe.config.router.num_zero_experts  # transformers has gates of zero experts, not used
+    if at.stored[at(name)][:1] != (num_stored,):
+        num_stored = num_experts
     for slot, expert in enumerate(moe.local_experts):
         one = slice(expert, expert + 1)
         memories = gate_up.open.weight_eOI[slot : slot + 1].chunk(len(parts), dim=1)
         for memory, part in zip(memories, parts, strict=True):
-            yield at(name), Destination(memory, (num_experts, num_parts * width, hidden_size), (one, part), gate_up)
+            yield at(name), Destination(memory, (num_stored, num_parts * width, hidden_size), (one, part), gate_up)
         shape = num_experts, hidden_size, width
         place = Destination(down.open.weight_eOI[slot : slot + 1], shape, (one, slice(0, hidden_size), share), down)
         yield at("down_proj"), place

@@ -25,6 +25,7 @@ from moeserve.server.schema import (
     StreamOptions,
     TokenId,
     Usage,
+    by_position,
     finite,
     usage,
 )
@@ -194,15 +195,7 @@ class _Answer:
             "stop_reason": gained.stop_reason,
         }
         if is_first and self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            piece["prompt_logprobs"] = [
-                None
-                if position is None
-                else {
-                    str(token_id): {**vars(each), "logprob": finite(each.logprob)}
-                    for token_id, each in position.items()
-                }
-                for position in output.prompt_logprobs
-            ]
+            piece["prompt_logprobs"] = by_position(output.prompt_logprobs)
         if self._body.return_token_ids:
             piece["token_ids"] = list(token_ids)
             if is_first:
