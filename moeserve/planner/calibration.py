@@ -18,22 +18,22 @@ from moeserve.planner.settings import Assumptions
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Terms of the cost model that depend on the engine. A fraction is relative to the peak in `Hardware`."""
+    """Terms of the cost model that depend on the engine. Fractions are relative to the peak values in `Hardware`."""
 
     memory: float  # fraction of the memory bandwidth that matrix products reach when they read weights
     products: float  # fraction of the peak rate that matrix products reach
     cache: float  # fraction of the memory bandwidth that attention reaches when it reads the KV cache
     attention: float  # fraction of the bfloat16 rate that attention reaches
-    node_links: float  # fraction of the links inside a node that an exchange reaches
+    node_links: float  # fraction of the bandwidth of links inside a node that an exchange reaches
     direct_network: float  # fraction of the network bandwidth that a direct exchange reaches
     forwarding_network: float  # fraction of the network bandwidth that a by_node exchange reaches
-    exchange_latency: float  # seconds that each dispatch and each combine takes in addition to its transfer time
+    exchange_latency: float  # seconds that each dispatch and each combine takes beyond its transfer time
     # Used only with two-batch overlap:
     forwarding_cores: float  # fraction of the cores that a by_node exchange occupies throughout the step
     exchange_on_cores: float  # seconds for which each dispatch and each combine of a direct exchange occupies all cores
-    is_paired: bool  # a direct dispatch overlaps only the work before attention, and combine only attention and after
+    is_paired: bool  # direct dispatch overlaps only work before attention, combine only attention and the work after
     # Work between the matrix products:
-    passes: float  # reads and writes of each value between two matrix products; 0: not counted
+    passes: float  # number of times that each value between two matrix products is read or written; 0: not counted
 
 
 CALIBRATED = Calibration(
@@ -48,8 +48,9 @@ CALIBRATED = Calibration(
     direct_network=0.97,
     forwarding_network=0.87,
     exchange_latency=37e-6,
-    # DeepSeek's profile: 24 of 132 cores for prefill; the paired overlap for decoding. SGLang's report gives the time
-    # for which a dispatch occupies the cores; combine is assumed to take as long.
+    # DeepSeek's profile: 24 of 132 cores for prefill, and the paired overlap for decoding. SGLang's report gives the
+    # time
+    # for which dispatch occupies the cores; combine is assumed to take as long.
     forwarding_cores=24 / 132,
     exchange_on_cores=60e-6,
     is_paired=True,
@@ -59,7 +60,7 @@ CALIBRATED = Calibration(
 
 
 def calibration_of(assumptions: Assumptions) -> Calibration:
-    """Return the terms for `Assumptions.speed`."""
+    """Return the terms of the cost model for `Assumptions.speed`."""
     if assumptions.speed == "calibrated":
         return CALIBRATED
     return Calibration(

@@ -1,4 +1,4 @@
-"""The formulas of the cost model, and the terms of a step's time that are computed by them."""
+"""The formulas of the cost model, and the parts of a step to which they are applied."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from moeserve.planner.formula import Formula
 # "before" and "after" are relative to reading the KV cache. "before" includes shared experts and dense networks;
 # "after" includes attention itself and the router.
 Kind: TypeAlias = Literal["before", "after", "experts", "dispatch", "combine", "head"]
-# The rows on which the time of a part depends: those of a replica, of one of its tp ranks, of all replicas, of the
-# experts of a rank, those exchanged, none, those handed to the next stage, and those that the output head reads.
+# The rows on which the time of a part depends: all rows of a replica, of one tp rank, or of all replicas; the rows of a
+# rank's experts; the exchanged rows; pairs of tokens and positions; none; rows handed to the next stage; rows of the
+# head.
 Rows: TypeAlias = Literal["replica", "rank", "all", "expert", "exchanged", "pairs", "none", "stage", "last"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step in one stage. Its formula still lacks the quantities of a particular step."""
+    """A part of a step in one stage. The quantities of a particular step are not yet filled in."""
 
     name: str
     template: str
@@ -31,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a step's time."""
+    """One summand of the time of a step."""
 
     formula: Formula
     count: int  # occurrences in the step
@@ -49,14 +50,14 @@ ATTENTION = (
     "max({decode_pairs} x {cache_bytes} / {memory_bandwidth}, {decode_pairs} x {decode_operations} / {rate}) "
     "+ {prompt_pairs} x {prompt_operations} / {rate}"
 )
-# Only weights of routed experts are read. A token does not use a given slot with probability 1 - chosen / all slots.
+# Only weights of used experts are read. A token does not use a given slot with probability 1 - chosen / all slots.
 EXPERTS = (
     "max({slots} x (1 - (1 - {chosen} / {all_slots}) ^ {tokens}) x {parameters} x {bytes} / {memory_bandwidth}"
     ", 2 x {parameters} x {tokens} x {chosen} / {ranks} x {imbalance} / {rate})"
 )
 # Values that matrix products write and other kernels read and write: norms, rotary positions, quantization, sorting.
 VALUES = "{passes} x {tokens} x {values} x {bytes} / {memory_bandwidth}"
-# Time for which the kernels of a direct exchange occupy the cores, so that no other kernel runs.
+# Time for which the kernels of a direct exchange occupy the cores, during which no other kernel runs.
 ON_CORES = "{seconds}"
 # Time of one dispatch or one combine. Links inside the node and the network transfer at the same time.
 EXCHANGE = (
@@ -73,10 +74,10 @@ BALANCE = "max({placement}, min({placement} + {z} x ({placement} / {mean_rows}) 
 
 
 def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: int) -> tuple[Formula, Formula]:
-    """Return the rows that leave a rank per token: those to other ranks of its node, and those to other nodes.
+    """Return the rows per token that leave a rank: rows to other ranks of its node, and rows to other nodes.
 
-    All experts are assumed to be equally loaded. With "by_node", one rank of each node receives a row and forwards it
-    once for each expert on another rank of that node.
+    All experts are assumed to be equally loaded. With "by_node", one rank of each other node receives a row, and
+    forwards it once for each expert on another rank of that node.
     """
     in_node = min(num_ranks, ranks_per_node)
     numbers = {"chosen": chosen, "ranks_of_a_node": in_node, "ranks": num_ranks, "nodes": num_ranks / in_node}

@@ -1,6 +1,6 @@
 """A cost model of steps on accelerators, built from formulas that can be printed with their numbers.
 
-This is arithmetic, not measurement. Each part of a layer takes the time to read its weights or cache or the time to
+The costs are computed, not measured. Each part of a layer takes the time to read its weights or cache or the time to
 compute its matrix products, whichever is longer, at the fractions of the hardware's peaks in a `Calibration`. Parts run
 one after another. All ranks synchronise in every layer, so the replica with the most tokens determines the time of
 attention, and the rank with the most rows determines the time of experts and of the exchange.
@@ -46,7 +46,7 @@ from moeserve.planner.settings import Assumptions
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLoad:
-    """The work of one replica in a step. A pair is a token and one position that it attends to."""
+    """The work of one replica in a step. A pair is a token and a position that the token attends to."""
 
     num_decoding: int = 0  # decoding requests
     decode_pairs: float = 0
@@ -80,7 +80,7 @@ class StepLoad(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by kind of work. With overlap, only the longer of two concurrent kinds counts."""
+    """Seconds of a step by kind of work. With overlap, only the longer of two overlapping kinds counts."""
 
     before: float
     after: float
@@ -93,7 +93,7 @@ class StepTime:
 
     @property
     def layers(self) -> float:
-        """Seconds in which the layers compute or read memory, without the exchange between ranks."""
+        """Seconds of reading weights and cache and of computing, over all layers. The exchange is not included."""
         return self.before + self.after + self.experts
 
     @property
@@ -135,9 +135,9 @@ class LayoutCosts:
             whole = replace(assumptions, overlap=False)
             self._of_whole_steps = LayoutCosts(description, found, layout, hardware, whole, ranks_per_node)
         self.tp, self.dp, self.pp = layout.tp, layout.dp, layout.pp
-        self.num_ranks = layout.tp * layout.dp  # in each stage
+        self.num_ranks = layout.tp * layout.dp  # number of ranks in each stage
         self._ranks_of_node = ranks_per_node  # of all stages
-        self.ranks_per_node = max(min(layout.tp, ranks_per_node), ranks_per_node // layout.pp)  # of a stage
+        self.ranks_per_node = max(min(layout.tp, ranks_per_node), ranks_per_node // layout.pp)  # of one stage
         self.num_sparse_layers = self._config.num_sparse_layers
         self.num_expert_groups = self._config.num_expert_groups
         shape = self._config.expert_shape
@@ -148,11 +148,11 @@ class LayoutCosts:
         is_direct = assumptions.exchange == "direct"
         self.has_exchange = self.num_ranks > 1 and shape is not None
         overlaps = self.has_exchange and assumptions.overlap
-        self.is_paired = calibration.is_paired and overlaps and is_direct  # how two micro-batches overlap
+        self.is_paired = calibration.is_paired and overlaps and is_direct  # see `Calibration.is_paired`
         # Fraction of the cores that the exchange leaves to the layers:
         cores = 1 - calibration.forwarding_cores if overlaps and not is_direct else 1.0
         network = calibration.direct_network if is_direct else calibration.forwarding_network
-        self._memory_bandwidth = hardware.memory_bandwidth * calibration.memory  # of weights and values
+        self._memory_bandwidth = hardware.memory_bandwidth * calibration.memory  # bandwidth for weights and values
         self._cache_bandwidth = hardware.memory_bandwidth * calibration.cache
         self.node_bandwidth = hardware.node_bandwidth * calibration.node_links
         self.network_bandwidth = hardware.network_bandwidth * network
@@ -177,13 +177,13 @@ class LayoutCosts:
         self._stages = [list(self._parts(stage)) for stage in layout.stages]
 
     def for_step(self, load: StepLoad) -> LayoutCosts:
-        """Return the costs that apply to this load: with two-batch overlap if the settings enable it, else without."""
+        """Return the costs for this load: with two-batch overlap if the settings enable that for it, else without."""
         assumptions = self.assumptions
         least = assumptions.overlap_prefill_tokens if load.num_prefill else assumptions.overlap_decode_tokens
         return self if load.most_tokens >= least else self._of_whole_steps
 
     def step_seconds(self, load: StepLoad, imbalance: float | None = None) -> StepTime:
-        """Return the time of a step from the first pipeline stage to the last.
+        """Return the time of a step, by kind of work, from the first pipeline stage to the last.
 
         Args:
             imbalance: rows of the fullest rank over the mean; None: the value expected for this number of tokens.
@@ -203,7 +203,7 @@ class LayoutCosts:
         return StepTime(**seconds, has_overlap=self.assumptions.overlap, is_paired=self.is_paired)
 
     def terms(self, load: StepLoad, imbalance: float | None = None) -> Iterator[Term]:
-        """Yield the terms of a step. See `step_seconds` for the arguments."""
+        """Yield the terms of the time of a step. See `step_seconds` for the arguments."""
         half = StepLoad(*(number / self.num_parts for number in load))
         if imbalance is None:
             imbalance = self.imbalance(load.num_tokens).value
@@ -212,8 +212,9 @@ class LayoutCosts:
             "rank": {"tokens": half.most_tokens / self.tp},
             "all": {"tokens": half.num_tokens, "imbalance": imbalance},
             "expert": {"tokens": half.num_tokens * self.top_k / self.num_ranks * imbalance},
-            # A rank sends its own rows, which do not depend on the imbalance of experts; the formula multiplies by it,
-            # so it is divided out. The fullest rank receives rows that do not depend on the balance of replicas.
+            # A rank sends its own rows, which do not depend on the imbalance of experts. Divide by the imbalance,
+            # because the
+            # formula multiplies by it. The fullest rank receives rows that do not depend on the balance of replicas.
             "exchanged": {
                 "tokens": max(half.most_tokens / self.tp / imbalance, half.num_tokens / self.num_ranks),
                 "imbalance": imbalance,
@@ -299,7 +300,7 @@ class LayoutCosts:
             yield Part("combine on cores", ON_CORES, seconds, count, "after", "none")
 
     def _attention(self, stage: Stage, layers: range) -> Iterator[Part]:
-        """Yield a part for all layers that attend to equally many positions at most, and a part for all indexers."""
+        """Yield a part for all layers with the same maximum number of positions, and a part for all indexers."""
         first = self._config.costs_of_attention(self.tp)[0]
         cached = self._config.costs_of_attention(self.tp, layers)
         index_bytes = sum(each.index_values for each in cached) * self._value_bytes
@@ -342,7 +343,7 @@ class LayoutCosts:
 
         Args:
             num_tokens: tokens of all ranks in the step; more than zero.
-            placement: the fullest rank's expected rows over the mean; None: that of the layout's placement.
+            placement: the fullest rank's expected rows over the mean; None: the value of the layout's placement.
         """
         placement = self._layout.fullest_rank if placement is None else placement
         chosen = self.top_k or 1
@@ -372,7 +373,7 @@ def is_fp8(description: Description, assumptions: Assumptions) -> bool:
 
 
 def parameters_of(stage: Stage) -> Counter[str]:
-    """Return the numbers of a stage's parameters by kind."""
+    """Return the number of parameters of a stage, by kind of part."""
     parameters: Counter[str] = Counter()
     for part in stage.parts:
         parameters[part.name] += part.num_parameters

@@ -1,6 +1,6 @@
 """Estimates for the layouts of a model on accelerators: KV cache, exchange, balance, and tokens per second.
 
-They are computed from the hardware and from `Assumptions` about how well an engine uses it. They are not measurements.
+Estimates are computed from the hardware and from `Assumptions` about how well an engine uses it. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts", 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapGain:
-    """Effect of two-batch overlap: the time of a step as two micro-batches, and of the same step as a whole."""
+    """Effect of two-batch overlap: the time of a step divided into two micro-batches, and of the undivided step."""
 
     whole_s: float
     halves_s: float
-    least_tokens: int | None  # tokens per replica from which overlap is faster, within 10%; None: not even at this load
+    least_tokens: int | None  # minimum tokens per replica for a gain, within 10%; None: no gain even at this load
 
     def as_text(self) -> str:
         from_tokens = "never faster" if self.least_tokens is None else f"faster from {self.least_tokens} tokens"
@@ -43,12 +43,12 @@ class OverlapGain:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseEstimate:
-    """Steps that only decode, or that only compute prompts. All replicas have the same number of tokens."""
+    """An estimate of steps that only decode, or only compute prompts. All replicas have the same number of tokens."""
 
     tokens_per_replica: int  # in one step
     # At the optimum, and with the calibrated terms:
     step_s: float  # from the first pipeline stage to the last
-    tokens_per_s: float  # sum of all replicas
+    tokens_per_s: float  # of all replicas together
     calibrated_step_s: float
     calibrated_tokens_per_s: float
     # At the speed that `Assumptions.speed` selects:
@@ -68,10 +68,10 @@ class Estimate:
     tp: int
     dp: int
     pp: int
-    weight_bytes: int  # on the rank with the most
+    weight_bytes: int  # on the rank with the most weights
     cache_tokens: int  # capacity of a replica's cache
     cache_requests: int  # the same capacity in decoding requests of average length
-    refusal: str | None  # the reason why no request fits into the memory; None: one does
+    refusal: str | None  # the reason why no request fits into the memory; None: requests fit
     memory_formulas: tuple[str, ...]
     decode: PhaseEstimate | None  # None: the cache does not hold a request
     prefill: PhaseEstimate | None
@@ -105,7 +105,7 @@ def estimate_layouts(
 
     Args:
         found: layouts over whole nodes.
-        decode_requests: concurrent requests of each replica, limited by what its KV cache holds. They are divided
+        decode_requests: concurrent requests of each replica, limited by the capacity of its KV cache. They are divided
             equally over the pipeline stages.
         prefill_tokens: prompt tokens that each replica computes in a step.
 
@@ -136,7 +136,7 @@ def estimate_layouts(
     )
 
 
-_Costs: TypeAlias = dict[tuple[Speed, bool], LayoutCosts]  # by speed, and with two-batch overlap or without
+_Costs: TypeAlias = dict[tuple[Speed, bool], LayoutCosts]  # by speed, and by the use of two-batch overlap
 
 
 def _estimate(
@@ -171,7 +171,7 @@ def _estimate(
 
 
 def _memory(layout: Layout, costs: LayoutCosts, hardware: Hardware, context: float) -> tuple[Formula, Formula]:
-    """Return the bytes of a rank's weights and the tokens of a replica's cache, in the stage with room for the fewest.
+    """Return the bytes of a rank's weights and the tokens of a replica's cache, in the stage that can cache the fewest.
 
     Args:
         context: tokens of a request in the cache.

@@ -1,8 +1,8 @@
 """The load of experts, their placement, and its rebalancing in virtual time.
 
-Every `DRIFT_PERIOD_S`, pairs of experts swap their loads, so the skew of a layer stays constant. At the end of each
-window, the engine's own policy (layers/moe/placement/gain.py) decides on rebalancing. The experts move at once, and the
-step that ends the window takes longer by the time of the transfers.
+Every `DRIFT_PERIOD_S` seconds, pairs of experts swap their loads, so the skew of a layer stays constant. At the end of
+each window, the engine's own policy (layers/moe/placement/gain.py) decides on rebalancing. Experts move at once, and
+the step that ends the window takes longer by the time of the transfers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Rebalance:
     at_s: float
     num_layers: int  # layers that changed
     num_bytes: float  # weights of the experts that moved to other ranks
-    transfer_s: float  # time on the links of the busiest ranks, all layers together
-    balance_before: float  # `ExpertBalance.expected`
+    transfer_s: float  # time on the busiest links, all layers together
+    balance_before: float  # value of `ExpertBalance.expected`
     balance_after: float
 
 
@@ -41,7 +41,7 @@ class ExpertBalance:
     ) -> None:
         """
         Args:
-            loads: tokens per expert, by layer and by expert.
+            loads: tokens by layer and by expert.
 
         Raises:
             SettingsError: the number of expert slots is impossible.
@@ -71,7 +71,7 @@ class ExpertBalance:
         self.rebalances: list[Rebalance] = []
 
     def advance(self, load: StepLoad, step_s: float) -> float:
-        """Advance by one step. Return the seconds by which the transfer of experts made it longer."""
+        """Advance by one step. Return the seconds by which transfers of experts made the step longer."""
         self._pass_time(step_s)
         if self._settings.rebalance == "off" or not self._loads:
             return 0.0
@@ -96,7 +96,7 @@ class ExpertBalance:
     def _measure(self) -> None:
         """Compute `expected` after loads or placements have changed."""
         imbalances = list(map(imbalance, self._loads, self._placements))
-        # Rows of the fullest rank over the mean, as expected from the placement alone; mean of the layers.
+        # Rows of the fullest rank over the mean, as expected from the placement alone. Mean over the layers.
         self.expected = sum(imbalances) / len(imbalances) if imbalances else 1.0
 
     def _pass_time(self, seconds: float) -> None:
@@ -116,7 +116,7 @@ class ExpertBalance:
         self._measure()
 
     def _rebalance(self) -> float:
-        """Rebalance each layer whose forecast gain exceeds the cost of its moves; return the time of the transfers."""
+        """Rebalance each layer whose forecast gain exceeds the cost of its moves. Return the seconds of transfers."""
         for layer, loads in enumerate(self._loads):
             rows = self._num_tokens * self._costs.top_k / sum(loads)
             counts = [rows * load for load in loads]
@@ -147,7 +147,7 @@ class ExpertBalance:
         return transfer_s
 
     def _transfer(self, before: Placement, after: Placement) -> tuple[int, float]:
-        """Return the number of experts that change ranks, and the transfer time of the busiest link, one way."""
+        """Return the number of experts that change ranks, and the seconds for which the busiest link transfers them."""
         # Experts sent and received by each rank; axes: kind of link (node, network), direction, rank.
         counts = np.zeros((2, 2, before.num_ranks))
         for move in moves(before, after, self._node_of_rank):

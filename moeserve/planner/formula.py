@@ -1,4 +1,4 @@
-"""Formulas that can be evaluated, and printed with the names and with the values of their inputs."""
+"""Formulas that can be evaluated, and printed with the names and the values of their inputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _parsed(template: str) -> Value:
 
 
 def _value_of(node: ast.expr) -> Value:
-    """Return a function that evaluates an expression for given numbers."""
+    """Return a function that evaluates an expression, given the values of its names."""
     match node:
         case ast.Constant(value=(int() | float()) as constant):
             return lambda _: constant

@@ -13,9 +13,10 @@ _Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator and its share of the links: the vendor's peak values, in bytes and per second, in one direction.
+    """The peak values of one accelerator and of its links, as the vendor states them.
 
-    `Assumptions` gives the fractions of these peaks that an engine reaches.
+    Sizes are in bytes, rates per second, and bandwidths in bytes per second in one direction. `Assumptions` gives the
+    fractions of these peaks that an engine reaches.
     """
 
     name: str
@@ -27,11 +28,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     network_bandwidth: _Amount  # link to other nodes
 
 
-# Vendors quote twice the dense rates ("with sparsity") and the sum of both directions of a link; the table has half.
+# Vendors quote twice the dense rates ("with sparsity"), and the sum of both directions of a link; the table has half.
 # A GB of memory is 1e9 bytes; a driver reports slightly more. The network depends on the server: one 400 Gb/s adapter
 # per accelerator is assumed, as in DeepEP's measurements (https://github.com/deepseek-ai/DeepEP:
 # H800) and in servers of B200 (https://inferencex.semianalysis.com, "GB200 NVL72 vs B200").
-# Columns: name, memory, its bandwidth, rates in bfloat16 and fp8, bandwidth in the node and of the network.
+# Columns: name, memory, memory bandwidth, rates in bfloat16 and fp8, bandwidth in the node and of the network.
 _ROWS = (
     # https://glennklockwood.com/garden/processors/A100, after NVIDIA's data sheet. No fp8; half the network.
     ("a100", 80e9, 2.039e12, 312e12, 312e12, 300e9, 25e9),

@@ -1,8 +1,8 @@
 """Replicas in lockstep in one process, with the real `Replica`, agreement and `Scheduler`, but without a model.
 
-Only replicas with work are run. A replica without work sends the same row in every round, except for the number of
-the round, and delivers no updates. Its generator therefore stays suspended in its `Wait`, and a prepared row is used
-in its place.
+Only replicas with work are run. A replica without work sends the same row in every round, except for the round's
+number, and delivers no updates. Its generator therefore stays suspended in its `Wait`, and a prepared row is used
+in place of the one that it would send.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING = Intent(num_tokens=0, is_decode_only=True)  # intent of a replica with
 
 @dataclass(frozen=True)
 class Step:
-    """The agreement of all replicas in a round, and the plans of the replicas that have one."""
+    """The agreement of all replicas in a round, and the plans of the replicas that have a plan."""
 
     agreement: Agreement
     plans: Mapping[int, StepPlan]  # by replica
@@ -51,8 +51,8 @@ class LockstepGroup:
         """
         Args:
             make_scheduler: returns the scheduler of the replica with a given index.
-            max_rounds: maximum rounds of each replica in flight.
-            drives_all: run every replica in every round. The results are the same; tests compare the two.
+            max_rounds: maximum number of rounds of each replica in flight.
+            drives_all: run every replica in every round, for tests. The results must be the same.
         """
         self.num_replicas = num_replicas
         self.num_rounds = 0
@@ -61,7 +61,7 @@ class LockstepGroup:
         self._drives_all = drives_all
         self._members: dict[int, _Member] = {}
         self._awake: list[_Member] = []  # ordered by index
-        self._woken: set[int] = set(range(num_replicas)) if drives_all else set()  # run from the next round on
+        self._woken: set[int] = set(range(num_replicas)) if drives_all else set()  # to run from the next round on
         self._rows_of_sleepers = [make_row(_NOTHING, number=0, replica=index) for index in range(num_replicas)]
         self._agreement: Agreement | None = None
         self._recent: deque[Agreement] = deque(maxlen=max_rounds)  # newest last
@@ -76,7 +76,7 @@ class LockstepGroup:
         return self._members[index].scheduler.num_free_blocks
 
     def send(self, index: int, request: AddRequest) -> None:
-        """Send a request to a replica. The replica schedules it as soon as it may send another round."""
+        """Send a request to a replica, which schedules it as soon as the replica may send another round."""
         self._member(index).inbox.append(request)
         self._woken.add(index)
 
@@ -87,12 +87,12 @@ class LockstepGroup:
         return begun
 
     def end_transfer(self, index: int, outcome: TransferResult) -> None:
-        """Report the end of a transfer to its replica, which handles it before it plans another round."""
+        """Report the end of a transfer to its replica, which handles the report before it plans another round."""
         self._member(index).inbox.append(outcome)
         self._woken.add(index)
 
     def begin(self) -> Step:
-        """Begin a round: all replicas agree on the oldest plans that they sent. An idle round has no plans."""
+        """Begin a round, in which all replicas agree on the oldest plans that they sent. An idle round has no plans."""
         woken = self._wake()
         for row in self._rows_of_sleepers:
             row[_NUMBER] = self.num_rounds
@@ -101,7 +101,7 @@ class LockstepGroup:
         planned_after = 0
         for member in self._awake:
             if not member.rounds and self._drives_all:
-                woken.append((member.index, member.handle([], self.num_rounds)))  # resumes from its sleep
+                woken.append((member.index, member.handle([], self.num_rounds)))  # the replica resumes from its sleep
             if not member.rounds:  # the replica has no work
                 continue
             first = member.rounds[0]
@@ -120,7 +120,7 @@ class LockstepGroup:
 
         Args:
             results: the results of the plans, by replica.
-            step_seconds: time of the step.
+            step_seconds: seconds of the step.
         """
         assert self._agreement is not None
         self._recent.append(self._agreement)
@@ -166,7 +166,7 @@ class LockstepGroup:
 @dataclass(frozen=True)
 class _Sent:
     work: Round
-    num_ended: int  # number of rounds that had ended when it was sent
+    num_ended: int  # number of rounds that had ended when this round was sent
 
 
 @dataclass(eq=False)
@@ -176,10 +176,10 @@ class _Member:
     index: int
     scheduler: Scheduler
     loop: Generator[Effect, Any, None]
-    transfers: list[tuple[int, protocol.Transfer]]  # shared by all replicas; each appends the transfers that it begins
+    transfers: list[tuple[int, protocol.Transfer]]  # shared by all replicas, which append the transfers that they begin
     inbox: list[ReplicaMessage | TransferResult] = field(default_factory=list)
     rounds: deque[_Sent] = field(default_factory=deque)  # in flight
-    num_ended: int = 0  # number of rounds that had ended when it was last run
+    num_ended: int = 0  # number of rounds that had ended when the replica was last run
     is_awake: bool = False
     has_started: bool = False
 
@@ -190,10 +190,10 @@ class _Member:
         return any(row != make_row(_NOTHING, number=row[_NUMBER], replica=self.index) for row in sent)
 
     def handle(self, outcomes: list[RoundResult], num_ended: int) -> Delivery:
-        """Resume the replica with its messages and these outcomes. Return its delivery.
+        """Resume the replica with its messages and the outcomes of its rounds. Return its delivery.
 
         Args:
-            outcomes: the outcomes of its rounds.
+            outcomes: outcomes of the replica's rounds that have ended.
             num_ended: number of rounds that have ended.
         """
         self.num_ended = num_ended
@@ -215,7 +215,7 @@ class _Member:
         self.inbox = [] if recent else inbox
         for agreement in recent:
             if not self.rounds:
-                self.handle([], num_ended)  # resumes from its sleep
+                self.handle([], num_ended)  # the replica resumes from its sleep
             if agreement is recent[-1]:
                 self.inbox = inbox
             self.rounds.popleft()
@@ -223,7 +223,7 @@ class _Member:
             self.handle([RoundResult(agreement=agreement, result=result)], num_ended)
 
     def sleep(self, agreement: Agreement, num_ended: int) -> None:
-        """Suspend the replica: end its rounds in flight, which have no plans, as if all replicas had agreed to idle."""
+        """Suspend the replica. Its rounds in flight, which have no plans, end as if all replicas had agreed to idle."""
         idle = RoundResult(agreement=replace(agreement, is_idle=True))
         rounds, self.rounds = len(self.rounds), deque()
         self.handle([idle] * rounds, num_ended)

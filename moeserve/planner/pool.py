@@ -1,7 +1,7 @@
 """One pool of a simulated cluster: replicas in lockstep in virtual time, and their transfers of KV cache blocks.
 
 Each rank has three links: one for copies between the KV cache and the host's memory, one for blocks sent to other
-replicas, and one for blocks received. A link carries one copy at a time. All ranks of a replica copy the same amounts.
+replicas, and one for blocks received. A link carries one copy at a time. All ranks of a replica copy equal amounts.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ Report: TypeAlias = tuple[int, Delivery]  # a replica's index, and its delivery 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolPlan:
-    """The layout of a pool before it runs."""
+    """A pool of replicas before it runs: its layout, its costs and its cache."""
 
     num_nodes: int
     costs: LayoutCosts
     balance: ExpertBalance
     cache_tokens: int  # capacity of a replica's KV cache
-    cache_bytes_per_token: int  # on each rank
+    cache_bytes_per_token: int  # on the rank with the largest cache
 
 
-# Blocks that a replica keeps for another pool, by handle: the pool, the replica's index, the number of its transfer.
+# Blocks that a replica keeps for another pool, by handle: the replica's pool, its index, and the transfer's number.
 Kept: TypeAlias = "dict[str, tuple[Pool, int, int]]"
 
 
 class Pool:
-    """Replicas in lockstep.
+    """Replicas in lockstep in virtual time.
 
-    `next_s` is the virtual time of the next event. At that time, call `finish` to end the step in flight, then `begin`.
+    `next_s` is the time of the next event. At this time, call `finish` to end the step in flight, and then `begin`.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Pool:
     ) -> None:
         """
         Args:
-            kept: shared by all pools.
+            kept: blocks kept for other pools; the same object for all pools.
             decodes: False: the pool only computes prompts, so long chunks cannot delay other requests' tokens.
-            shares_blocks: replicas keep blocks for other pools, or receive blocks from them.
+            shares_blocks: replicas keep blocks for other pools, or receive blocks from other pools.
             starts_at: earliest virtual time of the first step.
             drives_all: see `LockstepGroup`.
         """
@@ -97,28 +97,28 @@ class Pool:
         self._clock.rest_until(starts_at)
         self._starts_at = starts_at
         self._balance = plan.balance
-        self._step: Step | None = None  # in flight
+        self._step: Step | None = None  # the step in flight
         self._wakes_at = math.inf  # time at which the next round may begin
-        self._ranks = defaultdict[int, _Ranks](_Ranks)  # by replica
+        self._ranks = defaultdict[int, _Ranks](_Ranks)  # stand-ins for the ranks of each replica
         # Heap of transfers in flight: end time, a number that orders equal times, replica, outcome.
         self._transfers: list[tuple[float, int, int, TransferResult]] = []
         self._num_ends = 0
-        self._free_at = defaultdict[tuple[str, int], float](float)  # by link and replica
+        self._free_at = defaultdict[tuple[str, int], float](float)  # time at which a link is free, by link and replica
         self._block_bytes = BLOCK_SIZE * plan.cache_bytes_per_token
-        # Blocks of the host memory tier of each replica's KV cache; 0: no such tier.
+        # Number of blocks in each replica's host memory tier of the KV cache; 0: no such tier.
         self._host_blocks = parse_bytes("kv_host_memory", settings.kv_host_memory, least=0) // self._block_bytes
         host_bandwidth = settings.host_bandwidth * plan.costs.assumptions.link_efficiency
         self._host_s_per_block = self._block_bytes / host_bandwidth
         self._network_s_per_block = self._block_bytes / plan.costs.network_bandwidth
         # Statistics:
-        self._used: set[int] = set()  # replicas
+        self._used: set[int] = set()  # indices of replicas that received requests
         self._loaded: list[_Copy] = []
         self._saved: list[_Copy] = []
         self._received: list[_Copy] = []
         self._num_decode_only = self._tokens_run = self._idle_steps = self._max_blocks_used = self._output_tokens = 0
         self._step_s, self._fullest = array("d"), array("d")
         self._balance_at_start = plan.balance.expected
-        self._balance_s = 0.0  # expected balance times seconds of steps
+        self._balance_s = 0.0  # sum over steps: expected balance times seconds
 
     @property
     def next_s(self) -> float:
@@ -134,13 +134,13 @@ class Pool:
         return self._step is not None
 
     def send(self, index: int, request: Request, now: float) -> None:
-        """Send a request to a replica, at the virtual time `now`."""
+        """Send a request to the replica `index` at the virtual time `now`."""
         self._used.add(index)
         self._group.send(index, AddRequest(request))
         self._wakes_at = min(self._wakes_at, now)
 
     def finish(self, now: float) -> list[Report]:
-        """End the step and the transfers whose end time is `now`."""
+        """End the transfers and the step that end at `now`. Return the deliveries of replicas."""
         while self._transfers and self._transfers[0][0] <= now:
             _, _, index, outcome = heapq.heappop(self._transfers)
             self._group.end_transfer(index, outcome)
@@ -152,7 +152,7 @@ class Pool:
         return self._end_round({rank: self._ranks[rank].run(plan) for rank, plan in plans.items()})
 
     def begin(self, now: float) -> list[Report]:
-        """Begin a step, unless the pool has not started yet or no replica has work."""
+        """Begin a step, unless the pool has not started or no replica has work. Return the deliveries of replicas."""
         if self._step is not None or self._wakes_at > now or self._starts_at > now:
             return []
         reports: list[Report] = []
@@ -182,7 +182,7 @@ class Pool:
         return deliveries
 
     def _run(self, step: Step) -> None:
-        """Begin a step of all replicas, and advance the clock to its end."""
+        """Begin a step of all replicas, and advance the clock to the end of the step."""
         plans = step.plans
         load = StepLoad.of([load_of(plan) for plan in plans.values()])
         costs = self.plan.costs.for_step(load)
@@ -288,7 +288,7 @@ def _config(
 
 
 class _Copy(NamedTuple):
-    """A transfer of blocks."""
+    """A transfer of KV cache blocks: the time that the link was busy, and the time including the wait for the link."""
 
     num_blocks: int
     busy_s: float
@@ -322,15 +322,15 @@ def load_of(plan: StepPlan) -> ReplicaLoad:
 
 
 def own_token(number: int) -> int:
-    """Return the token id that stands for the own tokens of request `number`; no recorded block has it."""
+    """Return the token id that stands for all own tokens of request `number`. No recorded block has this id."""
     return -1 - number
 
 
 class _Ranks:
-    """Stands in for the ranks of a replica: samples each request's own token wherever a real rank would sample."""
+    """Stand-ins for the ranks of a replica. Wherever a rank would sample, they return the request's own token."""
 
     def __init__(self) -> None:
-        self._request_of_slot: dict[int, tuple[int, int]] = {}  # the request's number, and the tokens known so far
+        self._request_of_slot: dict[int, tuple[int, int]] = {}  # request's number, and number of tokens known so far
 
     def run(self, plan: StepPlan) -> StepResult:
         for new in plan.registrations:

@@ -1,7 +1,7 @@
 """The requests of a simulation: they arrive, run on the replicas of a simulated cluster, and finish.
 
 Only common prefixes of prompts matter, not the values of tokens. A prompt token is therefore the id of its block in
-the traffic, or the request's own negative number if the traffic records no blocks. So are all output tokens.
+the traffic. If the traffic records no blocks, it is the request's own negative number, as are all output tokens.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ClusterPlan:
     """The pools of a simulated cluster."""
 
     serving: tuple[PoolPlan, ...]  # pools that generate tokens
-    prefill: tuple[PoolPlan, ...] = ()  # pools that only compute prompts; empty: the serving pools do
+    prefill: tuple[PoolPlan, ...] = ()  # pools that only compute prompts; empty: the serving pools compute them
     resizes: tuple[tuple[float, PoolPlan], ...] = ()  # the time of each request to resize, and the new pool
 
 
 def serve(traffic: Traffic, plan: ClusterPlan, settings: SimulationSettings, *, drives_all: bool = False) -> Outcome:
-    """Serve all requests, at the recorded rate and lengths.
+    """Serve all requests of the traffic, with the recorded arrival times and lengths.
 
     Args:
         drives_all: see `LockstepGroup`.
@@ -52,7 +52,7 @@ def serve(traffic: Traffic, plan: ClusterPlan, settings: SimulationSettings, *, 
                 f"the traffic has a request of {longest} tokens, but the KV cache of a replica holds "
                 f"{pool.cache_tokens}; use more ranks, a larger tp, or shorter requests with length"
             )
-    gc.disable()  # steps create no reference cycles, and collection would double the time
+    gc.disable()  # steps create no reference cycles, and garbage collection would double the time
     try:
         return _Run(traffic, plan, settings, max_model_len=longest + 1, drives_all=drives_all).run()
     finally:
@@ -60,7 +60,7 @@ def serve(traffic: Traffic, plan: ClusterPlan, settings: SimulationSettings, *, 
 
 
 class _Fleet:
-    """Pools that serve the same requests, behind one router."""
+    """Pools that serve the same requests. One router chooses the replica of each request."""
 
     def __init__(self, pools: Sequence[Pool], *, finds_prefixes: bool) -> None:
         self.pools = pools
@@ -80,7 +80,7 @@ class _Fleet:
         pool.send(index, request, now)
 
     def finish(self, now: float) -> list[RequestUpdate]:
-        """End the steps and transfers that end now, and return the updates of the replicas."""
+        """End the steps and transfers that end at `now`. Return the updates of the replicas."""
         updates: list[RequestUpdate] = []
         for first, pool in self._pools_due(now):
             for index, delivered in pool.finish(now):
@@ -91,13 +91,13 @@ class _Fleet:
         return updates
 
     def begin(self, now: float) -> None:
-        """Begin a step in each pool that has work."""
+        """Begin a step in each pool that has work at `now`."""
         for first, pool in self._pools_due(now):
             for index, delivered in pool.begin(now):
                 self._router.note_free_blocks(first + index, delivered.stats.num_free_blocks)
 
     def _pools_due(self, now: float) -> Iterator[tuple[int, Pool]]:
-        """Yield the pools that have an event now, with the number of replicas before each."""
+        """Yield the pools that have an event at `now`, each with the number of replicas in the pools before it."""
         first = 0
         for pool in self.pools:
             if pool.next_s <= now:
@@ -111,12 +111,12 @@ class _InFlight:
 
     recorded: RecordedRequest
     request: Request
-    is_prefill: bool  # a prefill pool computes its prompt now
+    is_prefill: bool  # a prefill pool is computing the prompt
     num_cached_tokens: int = 0  # prompt tokens found in the cache of the prefill pool
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     num_tokens: int = 0
-    switch: int | None = None  # index of the last switch, until the first token after it
+    switch: int | None = None  # index of the last switch, until a token arrives after this switch
 
 
 class _Ended(NamedTuple):
@@ -124,13 +124,13 @@ class _Ended(NamedTuple):
 
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int  # of the prompt
-    first_token_s: float  # from the arrival
+    cached_tokens: int  # prompt tokens found in a cache
+    first_token_s: float  # time from the arrival
     token_s: float  # mean time per token after the first
 
 
 class _Run:
-    """Virtual time, the requests in flight, and their statistics."""
+    """The state of a simulation: virtual time, requests in flight, and statistics."""
 
     def __init__(
         self, traffic: Traffic, plan: ClusterPlan, settings: SimulationSettings, *, max_model_len: int, drives_all: bool
@@ -139,7 +139,7 @@ class _Run:
         self._max_model_len, self._drives_all = max_model_len, drives_all
         has_store = parse_bytes("kv_host_memory", settings.kv_host_memory, least=0) > 0
         self._is_divided = bool(plan.prefill)
-        # The prefix cache is off if nothing could be found in it, which saves time.
+        # The prefix cache is off if it could never find anything, which saves time.
         has_prefixes = any(each.prefix_blocks for each in traffic.requests)
         self._finds_prefixes = has_prefixes or self._is_divided or has_store
         self._kept: Kept = {}
@@ -197,7 +197,7 @@ class _Run:
         return requests[self._num_sent].arrival_s if self._num_sent < len(requests) else math.inf
 
     def _send_arrivals(self) -> None:
-        """Route the requests that have arrived by now."""
+        """Route the requests that have arrived until the current time."""
         while self._next_arrival_s() <= self._now:
             number, recorded = self._num_sent, self._traffic.requests[self._num_sent]
             self._num_sent += 1
@@ -252,7 +252,7 @@ class _Run:
         self._last_end_s = self._now
 
     def _next_switch_s(self) -> float:
-        """Return when the next size may take over: once it has started and no step is in flight, else infinity."""
+        """Return when the next size takes over: its replicas have started, and no step is in flight. Else infinity."""
         (pool, *_) = self._serving.pools
         if not self._resizes or pool.is_running or (not self._in_flight and self._next_arrival_s() == math.inf):
             return math.inf
@@ -260,7 +260,7 @@ class _Run:
         return max(self._now, at_s + self._settings.start_time)
 
     def _switch(self) -> None:
-        """End the pool, and start its successor, which continues the requests with empty caches, as the engine does."""
+        """End the pool, and start the pool of the next size, which continues the requests with empty caches."""
         (asked_s, plan), *self._resizes = self._resizes
         (pool,) = self._serving.pools
         self._ended_pools.append((pool, self._now))
@@ -306,7 +306,7 @@ class _Run:
 
 @dataclass(eq=False)
 class _Switch:
-    """A resize, and its effects on requests; see `Switch`."""
+    """A change of size, and its effects on requests; see `Switch`."""
 
     asked_s: float
     at_s: float
@@ -318,7 +318,7 @@ class _Switch:
 
 
 def prompt_of(recorded: RecordedRequest, tokens_per_block: int, *, own_token: int) -> list[int]:
-    """Return token ids of a prompt: each token is the id of its recorded block, or `own_token` without a block."""
+    """Return the token ids of a prompt. A token is the id of its recorded block; without a block, it is `own_token`."""
     token_ids: list[int] = []
     for block in recorded.prefix_blocks:
         token_ids += [block] * tokens_per_block

@@ -1,4 +1,4 @@
-"""Settings of estimates and simulations. Where the engine has the same setting, the default is its default on a GPU."""
+"""Settings of estimates and simulations. Settings that the engine also has have the engine's default on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`moeserve simulate`: serves recorded traffic on a simulated cluster in virtual time.
 
 The scheduling is real: each replica of a `LockstepGroup` runs `Replica` and `Scheduler`, behind a `DPRouter`. The time
-of a step comes from the cost model, placement and rebalancing of experts from expert_balance.py, and the time of a KV
-cache transfer from its bytes. The result depends only on the arguments.
+of a step comes from the cost model, and the time of a KV cache transfer from its bytes. Experts are placed and
+rebalanced by expert_balance.py. The result depends only on the arguments.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def simulate(
 
     Args:
         find: returns the layout of a pool for its number of ranks; see `find_layouts`.
-        traffic: before its rate and lengths are scaled.
+        traffic: the traffic before its rate and lengths are scaled.
         loads: file of the initial expert loads; see `read_loads`. None: random loads.
 
     Raises:
-        SettingsError: an impossible layout, traffic that does not fit into it, or loads that belong to another model or
-            are given twice.
+        SettingsError: an impossible layout, traffic that does not fit into it, loads of another model, or both a file
+            of loads and a skew.
         CheckpointError: see `describe`.
     """
     traffic, ranks_per_node = _scaled(traffic, settings), size.ranks_per_node

@@ -48,7 +48,7 @@ class PoolOutcome:
     dp: int
     cache_tokens: int  # capacity of each replica
     starts_at: float  # virtual time
-    seconds: float  # to the end
+    seconds: float  # from the start of the pool to its end
     busy_s: float  # part of `seconds` in which steps ran
     output_tokens: int
     output_tokens_per_s: float
@@ -57,7 +57,7 @@ class PoolOutcome:
     decode_only_share: float  # fraction of the steps
     host_s: float  # time that the host worked for all steps
     host_waited_s: float  # part of `host_s` in which the accelerators waited; the rest was hidden
-    fullest_rank: Percentiles  # its rows over the mean in each step, by placement and random variation
+    fullest_rank: Percentiles  # rows of the fullest rank over the mean in each step, by placement and random variation
     tokens_run: int
     tokens_per_step: float
     idle_step_share: float  # fraction of replica-steps in which the replica had no work but another had
@@ -67,7 +67,7 @@ class PoolOutcome:
     loaded: TransferTotals  # from the host's memory
     saved: TransferTotals  # to the host's memory
     received: TransferTotals  # from replicas of another pool
-    # Rows of the fullest rank over the mean as expected from the placements alone; mean of the layers:
+    # Expected rows of the fullest rank over the mean, by the placements alone; mean over the layers.
     balance_at_start: float
     balance_mean: float  # mean over the time in which steps ran
     balance_at_end: float
@@ -76,7 +76,7 @@ class PoolOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """A change of the number of nodes."""
+    """A change of the number of nodes during a simulation."""
 
     asked_s: float
     at_s: float  # end of the last step of the old size
@@ -84,7 +84,7 @@ class Switch:
     nodes_after: int
     num_resumed: int  # requests that the new size continued
     pause_s: float  # from `at_s` to the next token of the first request to continue
-    gap_s: Percentiles  # between the tokens before and after the switch, of requests that had tokens
+    gap_s: Percentiles  # time between the tokens before and after the switch, of requests that had tokens before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +92,19 @@ class Outcome:
     """Results of serving the traffic. Times are in virtual seconds."""
 
     num_finished: int
-    prompt_tokens: int  # of finished requests; so are the following numbers of tokens
-    repeated_tokens: int  # prompt tokens shared with an earlier prompt: the most that any cache could find
-    # Prompt tokens found in the KV cache when the request was first admitted by the last pool that computed its prompt,
-    # including tokens loaded from the host's memory just before.
+    prompt_tokens: int  # prompt tokens of finished requests, as for the following counts of tokens
+    repeated_tokens: int  # prompt tokens shared with an earlier prompt: the maximum that any cache could find
+    # Prompt tokens found in the KV cache when the request was first admitted by the last pool that computed its prompt.
+    # Tokens loaded from the host's memory just before are included.
     cached_tokens: int
     output_tokens: int
-    seconds: float  # from the first arrival to the last end
+    seconds: float  # time from the first arrival to the last end
     output_tokens_per_s: float
-    first_token_s: Percentiles  # from the arrival
-    gap_s: Percentiles  # between consecutive tokens of a request; over all tokens
-    output_token_s: Percentiles  # mean time per token after the first, of each request with at least two
+    first_token_s: Percentiles  # time from the arrival to the first token
+    gap_s: Percentiles  # time between consecutive tokens of a request, over all tokens
+    output_token_s: Percentiles  # mean time per token after the first, of each request with at least two tokens
     num_good: int  # requests within the limits of the settings
-    good_output_tokens_per_s: float  # output tokens of those requests
+    good_output_tokens_per_s: float  # output tokens of requests within the limits
     pools: tuple[PoolOutcome, ...]
     switches: tuple[Switch, ...]
 

@@ -33,7 +33,7 @@ SAMPLE = "sample_traffic.jsonl"
 class RecordedRequest:
     """The time and lengths of a request, without its text."""
 
-    arrival_s: float  # seconds after the first request of the file
+    arrival_s: float  # seconds after the first request in the file
     prompt_tokens: int
     output_tokens: int
     prefix_blocks: tuple[int, ...]  # ids of the prompt's blocks; the last block may be partial; empty: not recorded
@@ -90,7 +90,7 @@ class Lengths:
 
     @classmethod
     def of(cls, requests: tuple[RecordedRequest, ...]) -> Lengths:
-        """Return the means, assuming no prefix caching: every prompt is computed and cached in full."""
+        """Return the mean lengths. No prefix caching is assumed: every prompt is computed and cached in full."""
         prompts, outputs = [each.prompt_tokens for each in requests], [each.output_tokens for each in requests]
         positions = sum(output * (prompt + output / 2) for prompt, output in zip(prompts, outputs, strict=True))
         return cls(
@@ -102,9 +102,10 @@ class Lengths:
 
 
 def repeated_tokens(traffic: Traffic, block_size: int) -> int:
-    """Return the number of prompt tokens in full blocks that an earlier prompt begins with, in the order of arrival.
+    """Return the number of prompt tokens, in full blocks, that repeat the beginning of an earlier prompt.
 
-    No prefix cache could find more. The last token of a prompt does not count, because it is always computed.
+    This is the maximum that a prefix cache could find. The last token of a prompt does not count, because it is always
+    computed.
     """
     ends: dict[tuple[int, int], list[int]] = {}  # (parent, block id) to [number, end in tokens]
     total = 0
@@ -123,7 +124,7 @@ def repeated_tokens(traffic: Traffic, block_size: int) -> int:
 
 
 def choose_traffic(text: str | None) -> Traffic:
-    """Return the traffic of a file, a single request for "4096:512" (prompt and output tokens), or the sample for None.
+    """Return the traffic in a file, a single request for "4096:512" (prompt and output tokens), or the sample for None.
 
     Raises:
         SettingsError: see `read_traffic` and `fixed_traffic`.
@@ -136,10 +137,11 @@ def choose_traffic(text: str | None) -> Traffic:
 
 
 def read_traffic(path: Path) -> Traffic:
-    """Read a `.jsonl` or `.csv` file in one of the formats above.
+    """Read a `.jsonl` file in Mooncake's format or a `.csv` file in Azure's format.
 
     Raises:
-        SettingsError: the file does not exist, has an unknown format, or has an invalid line, which the message names.
+        SettingsError: the file does not exist, has an unknown format, or has an invalid line. The message names the
+            line.
     """
     readers: dict[str, tuple[Callable[[Path], Iterator[RecordedRequest]], int]] = {
         ".jsonl": (_read_mooncake, TOKENS_PER_BLOCK),
@@ -164,10 +166,10 @@ def read_traffic(path: Path) -> Traffic:
 
 
 def sample_traffic() -> Traffic:
-    """Return the first 200 requests of Mooncake's conversation trace, shipped with the package.
+    """Return the first 200 requests of Mooncake's conversation trace, which come with the package.
 
-    They are under Apache-2.0, as moeserve is (see sample_traffic.LICENSE.md): Qin et al., "Mooncake: Trading More
-    Storage for Less Computation", FAST 2025.
+    The requests are licensed under Apache-2.0, like moeserve (see sample_traffic.LICENSE.md): Qin et al., "Mooncake:
+    Trading More Storage for Less Computation", FAST 2025.
     """
     with importlib.resources.as_file(importlib.resources.files(__package__) / SAMPLE) as path:
         traffic = read_traffic(path)
@@ -175,10 +177,10 @@ def sample_traffic() -> Traffic:
 
 
 def fixed_traffic(prompt_tokens: int, output_tokens: int) -> Traffic:
-    """Return a single request of these lengths.
+    """Return traffic with a single request of these lengths.
 
     Raises:
-        SettingsError: a length out of range.
+        SettingsError: a length is out of range.
     """
     for name, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
         if not 1 <= tokens <= MAX_TOKENS:

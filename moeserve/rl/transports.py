@@ -1,6 +1,7 @@
-"""The ways by which a trainer's tensors reach the ranks of an engine, one chunk after the other.
+"""The transports by which a trainer's tensors reach the ranks of an engine, one chunk after another.
 
-Each is a context manager, which returns the `update_info` of a chunk. Ranks can read the chunk until the context ends.
+Each transport is a context manager that returns the `update_info` of a chunk. Ranks can read the chunk until the
+context ends.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from moeserve.processes.peer_connection import Connection, PeerError
 
 SHARD = "model.safetensors"
 KEY_BYTES = 32
-MAX_CONNECTIONS = 4096  # at the same time, with those that have not proved that they know the key
+MAX_CONNECTIONS = 4096  # at the same time, including connections that have not yet proved that they know the key
 SECONDS_TO_AUTHENTICATE = 10.0
-SECONDS_OF_RANKS = 600.0  # for which a rank may read nothing, because others copy or it packs a weight
+SECONDS_OF_RANKS = 600.0  # maximum pause of a rank, which waits while others copy or while it packs a weight
 SECONDS_BETWEEN_LOOKS = 0.5
 
 Offer = Callable[[dict[str, Tensor]], AbstractContextManager[dict[str, str]]]
@@ -38,7 +39,7 @@ Offer = Callable[[dict[str, Tensor]], AbstractContextManager[dict[str, str]]]
 
 @contextlib.contextmanager
 def offer_in_shared_memory(tensors: dict[str, Tensor]) -> Iterator[dict[str, str]]:
-    """Offer tensors in a file in shared memory, to ranks on this host."""
+    """Offer tensors to ranks on this host, in a file in shared memory."""
     path = SHARED_MEMORY / f"{CHUNK_PREFIX}{os.getpid()}-{secrets.token_hex(16)}"
     path.touch(0o600, exist_ok=False)  # other users must not read the weights
     try:
@@ -50,7 +51,7 @@ def offer_in_shared_memory(tensors: dict[str, Tensor]) -> Iterator[dict[str, str
 
 @contextlib.contextmanager
 def offer_on_disk(tensors: dict[str, Tensor], folder: str | None) -> Iterator[dict[str, str]]:
-    """Offer tensors in a temporary folder, which is made in `folder`; None: in that of the system."""
+    """Offer tensors in a temporary folder, which is created in `folder`; None: in the system's temporary folder."""
     path = Path(tempfile.mkdtemp(prefix=CHUNK_PREFIX, dir=folder))
     try:
         save_file(tensors, path / SHARD)
@@ -61,10 +62,10 @@ def offer_on_disk(tensors: dict[str, Tensor], folder: str | None) -> Iterator[di
 
 @contextlib.contextmanager
 def offer_over_tcp(tensors: Mapping[str, Tensor], host: str) -> Iterator[dict[str, str]]:
-    """Offer tensors to ranks of any host, which connect to this one. Each chunk has a new port and a new key.
+    """Offer tensors to ranks on any host, which connect to this host. Each chunk has a new port and a new key.
 
     Args:
-        host: address of this host, on which it listens.
+        host: address of this host on which to listen.
     """
     data, key, is_over = save(dict(tensors)), secrets.token_bytes(KEY_BYTES), threading.Event()
     listener = socket.create_server((host, 0), backlog=MAX_CONNECTIONS)
@@ -88,7 +89,7 @@ def _accept(listener: socket.socket, key: bytes, data: bytes, is_over: threading
             connected, _ = listener.accept()
         except TimeoutError:
             continue
-        except OSError:  # no file descriptor is free, or the context ends
+        except OSError:  # no file descriptor is free, or the context has ended
             is_over.wait(SECONDS_BETWEEN_LOOKS)
             continue
         if free.acquire(blocking=False):

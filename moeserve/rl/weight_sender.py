@@ -20,7 +20,7 @@ CHUNK_BYTES = 256 * 2**20
 
 
 class Receiver(Protocol):
-    """An `LLM`, or a server's routes."""
+    """The receiver of an update: an `LLM`, or the routes of a server."""
 
     def init_weight_transfer_engine(self, request: Any) -> None: ...
     def start_weight_update(self, shapes: Mapping[str, Any] | None = None) -> None: ...
@@ -29,7 +29,7 @@ class Receiver(Protocol):
 
 
 class WeightSender:
-    """Sends the tensors of a model that is trained to the engine that serves it.
+    """Sends the tensors of a model in training to the engine that serves the model.
 
     sender = WeightSender("http://127.0.0.1:8000", api_key="the administrator's key")
     sender.send(model.state_dict(), "step-17")
@@ -50,12 +50,15 @@ class WeightSender:
         Args:
             receiver: URL of a server with `--rl`, or an `LLM`.
             transport: "shm": chunks in shared memory of the same host; "disk": chunks in temporary folders; "tcp":
-                ranks of any host connect to the trainer, and read their parts of its chunks.
-            api_key: the administrator's key of the server.
-            folder: where temporary folders are made, which all ranks must reach; None: the system's.
-            host: for "tcp", the address of this host for ranks; None: that from which it reaches the server.
-            chunk_bytes: most bytes of a chunk, unless one tensor has more.
-            timeout_s: seconds for a response of the server.
+                ranks
+                on any host connect to the trainer, and read their parts of each chunk.
+            api_key: an administrator's key of the server.
+            folder: folder in which temporary folders are created, which all ranks must be able to read; None: the
+                system's.
+            host: for "tcp", the address of this host to which ranks connect; None: the address from which this host
+                reaches the server.
+            chunk_bytes: maximum bytes of a chunk; a larger tensor is a chunk of its own.
+            timeout_s: seconds to wait for a response of the server.
 
         Raises:
             RequestError, WeightUpdateError: the receiver cannot be updated.
@@ -79,8 +82,8 @@ class WeightSender:
         """Update all weights. No request is computed meanwhile.
 
         Args:
-            tensors: by the names of the checkpoint or of transformers' model, such as its `state_dict()`.
-            weight_version: the version that outputs will name; None: the engine chooses one.
+            tensors: tensors by the names in the checkpoint or in transformers' model, such as its `state_dict()`.
+            weight_version: the version that outputs will report; None: the engine chooses a version.
 
         Raises:
             WeightUpdateError: the receiver has refused tensors or has failed.
@@ -106,7 +109,7 @@ class WeightSender:
 
 
 def _own_address(receiver: str | Receiver) -> str:
-    """Return the address of this host from which it reaches a server; for an `LLM`, whose ranks are here, loopback."""
+    """Return the address from which this host reaches a server. For an `LLM`, return the loopback address."""
     if not isinstance(receiver, str):
         return "127.0.0.1"
     name = urllib.parse.urlsplit(receiver).hostname or ""

@@ -36,7 +36,7 @@ ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def start_access_log() -> None:
-    """Write the access log to standard error in its own format, unless the process's log, which it joins, is JSON."""
+    """Write the access log to standard error in its own format, unless the process's log is JSON."""
     if log_format() == "json":
         return
     handler = logging.StreamHandler()

@@ -1,1 +1,1 @@
-"""Records of a run: expert load, its files, table and picture, and Prometheus metrics."""
+"""Records of expert load with their file, table and picture, Prometheus metrics, and statistics of requests."""

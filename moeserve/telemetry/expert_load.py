@@ -1,7 +1,7 @@
-"""Load windows: how many tokens each expert and each rank computed over some steps. Also their files and evenness.
+"""Load windows: how many tokens each expert and each rank computed over some steps. Also their files and balance.
 
-A token counts once for each expert that computes it. With k experts per token, a layer's counts therefore add up to k
-times its tokens. Padding rows are routed to no expert.
+A token counts once for each expert that computes it. With k experts per token, the counts of a layer therefore add up
+to k times its number of tokens. Padding rows are routed to no expert.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class DiskReads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The experts that steps found in memory or read from disk, on all ranks together (`expert_memory`)."""
+    """Numbers of experts that steps found in memory or read from disk, on all ranks together (`expert_memory`)."""
 
     num_found: Count  # experts that a layer needed in a step, and found in memory
-    num_read: Count  # those that it had to read
-    num_bytes: Count  # read
-    wait_seconds: Seconds  # that ranks waited for them
+    num_read: Count  # experts that a layer needed in a step, and read from disk
+    num_bytes: Count  # bytes read
+    wait_seconds: Seconds  # seconds that ranks waited for reads
 
 
 class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         SettingsError: the sizes of the fields contradict each other.
     """
 
-    first_step: Count  # index of the first step among the executed ones
+    first_step: Count  # index of the first step among all executed steps
     num_steps: Count
     ended_at: Seconds  # since the epoch
     seconds: Seconds  # duration of all steps
@@ -49,7 +49,7 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_padding_tokens: Count
     num_idle_steps: Count  # steps in which a replica had no tokens while another had some
     bytes_dispatched: Count  # bytes that ranks sent to each other in dispatch and combine
-    # Time in collectives beyond that of the rank that waited least; mean over the ranks.
+    # Time in collectives beyond the time of the rank that waited least; mean over the ranks.
     straggler_seconds: Seconds
     layers: tuple[Count, ...]  # indices of the MoE layers in the model, ascending
     tokens_of_expert: tuple[tuple[Count, ...], ...]  # by layer, by logical expert
@@ -87,9 +87,9 @@ def ranks_max_over_mean(window: LoadWindow) -> float:
 
 
 def layers_max_over_mean(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the tokens of the fullest rank, added over all layers, divided by those of the mean rank.
+    """Return the tokens of the fullest rank of each layer, added over the layers, divided by the mean rank's tokens.
 
-    All ranks wait for the fullest one in each layer, which need not be the same rank in all layers.
+    In each layer, all ranks wait for the fullest rank, which may differ between layers.
 
     Args:
         of_ranks: tokens by layer and by rank.
@@ -101,8 +101,8 @@ def layers_max_over_mean(of_ranks: Sequence[Sequence[float]]) -> float:
 def evenness(counts: Sequence[float]) -> float:
     """Return the entropy of the experts' shares of all tokens, divided by the maximum entropy.
 
-    The result is 0 if one expert got all tokens, and 1 if all got equally many. It is also 1 if all counts are zero or
-    there is only one expert.
+    The result is 0 if one expert got all tokens, and 1 if all experts got equally many tokens. It is also 1 if all
+    counts are zero or there is only one expert.
     """
     total = sum(counts)
     if not total or len(counts) == 1:
@@ -119,7 +119,7 @@ def padding_share(window: LoadWindow) -> float:
 
 
 def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
-    """Merge consecutive windows of one model into one window, which has the placement of the last one."""
+    """Merge consecutive windows of one model into one window. The placement is that of the last window."""
     assert windows
     assert all(_sizes(window) == _sizes(windows[0]) for window in windows)
     last = windows[-1]
@@ -143,7 +143,7 @@ def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
 
 
 def joined(stages: Sequence[LoadWindow]) -> LoadWindow:
-    """Join the windows of all pipeline stages, which cover the same steps, into one window of all layers."""
+    """Join the windows of all pipeline stages over the same steps into one window that has the layers of all stages."""
     first = stages[0]
     return msgspec.structs.replace(
         first,
@@ -160,7 +160,7 @@ def joined(stages: Sequence[LoadWindow]) -> LoadWindow:
 
 
 def coarsened(windows: Sequence[LoadWindow], at_most: int) -> tuple[LoadWindow, ...]:
-    """Merge groups of neighbouring windows, so that at most `at_most` windows are left."""
+    """Merge groups of neighbouring windows, so that at most `at_most` windows remain."""
     size = max(1, math.ceil(len(windows) / at_most))
     return tuple(summed(windows[start : start + size]) for start in range(0, len(windows), size))
 
@@ -174,7 +174,7 @@ def write_window(file: BinaryIO, window: LoadWindow) -> None:
 def read_windows(path: Path) -> tuple[LoadWindow, ...]:
     """Read the windows written by `write_window`, in order. An incomplete last line is skipped.
 
-    Step indices need not be consecutive between windows: a restarted engine begins again at step 0.
+    Step indices may start again at 0 between windows, because a restarted engine appends to the same file.
 
     Raises:
         SettingsError: the file cannot be read, or mixes models or numbers of ranks.

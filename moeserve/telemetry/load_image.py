@@ -1,4 +1,4 @@
-"""Expert load as a picture: heat maps of experts and ranks by load over mean. Needs matplotlib."""
+"""Expert load as a picture: heat maps of the load of experts and ranks, relative to the mean. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WIDTH, MAP_HEIGHT = 11.0, 3.6  # inches
 
 
 def load_figure(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | None = None) -> Figure:
-    """Draw four maps below each other: experts by layer, ranks by layer, planned ranks by layer, ranks over time.
+    """Draw maps below each other: experts by layer, ranks by layer, planned ranks by layer, and ranks over time.
 
     Args:
-        windows: records of one model, in order.
-        planned: tokens by layer and by rank under another placement; None: not shown.
+        windows: windows of one model, in order.
+        planned: tokens by layer and by rank under another placement; None: draw no such map.
 
     Raises:
         SettingsError: matplotlib is not installed.
@@ -60,7 +60,7 @@ def _draw(
     names: tuple[str, str],
     mean_axis: int = 1,
 ) -> None:
-    """Draw counts over their mean along `mean_axis` on a logarithmic scale. `names` label columns and rows."""
+    """Draw counts divided by their mean along `mean_axis`, on a logarithmic scale. `names` label columns and rows."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator
 

@@ -28,8 +28,8 @@ def as_text(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | 
     """Return a summary, one line per layer, and the imbalance over time.
 
     Args:
-        windows: records of one model, in order.
-        planned: tokens by layer and by rank under another placement; None: not shown.
+        windows: windows of one model, in order.
+        planned: tokens by layer and by rank under another placement; None: show no such column.
     """
     total = summed(windows)
     figures = [max_over_mean(counts) for counts in total.tokens_of_rank]
@@ -45,7 +45,7 @@ def as_text(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | 
 def _summary(
     windows: Sequence[LoadWindow], total: LoadWindow, worst: int, planned: Sequence[Sequence[float]] | None
 ) -> tuple[str, str, str]:
-    """Return three lines: the extent of the record, its costs, and the balance of ranks."""
+    """Return three lines: the number of layers, steps and so on; tokens and waiting time; and the balance of ranks."""
     even = f"fullest rank over mean: {ranks_max_over_mean(total):.2f} in all layers together, "
     even += f"{max_over_mean(total.tokens_of_rank[worst]):.2f} in layer {total.layers[worst]}"
     if planned is not None:
@@ -67,7 +67,7 @@ def _counted(number: int, name: str) -> str:
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """Return a bar chart with one character per value, from the lowest bar at `low` to a full one at `high`."""
+    """Return a bar chart with one character per value. A value of `low` has the lowest bar, `high` the full bar."""
     top = len(_BARS) - 1
     heights = [(value - low) / (high - low) if high > low else 0.0 for value in values]
     return "".join(_BARS[min(top, max(0, int(height * len(_BARS))))] for height in heights)
@@ -102,7 +102,7 @@ def _layer_line(total: LoadWindow, place: int, planned: Sequence[Sequence[float]
 
 
 def _bars(counts: Sequence[int]) -> str:
-    """Return a bar chart of the counts, relative to the largest. With many counts, a bar is the maximum of several."""
+    """Return a bar chart of counts relative to the largest. With many counts, a bar shows the maximum of several."""
     size = math.ceil(len(counts) / BARS_WIDTH)
     largest = [max(counts[start : start + size]) for start in range(0, len(counts), size)]
     bars = sparkline(largest, 0, max(largest))

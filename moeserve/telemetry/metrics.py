@@ -59,7 +59,7 @@ LAYER_GAUGES: dict[str, tuple[str, Callable[[Sequence[int], Sequence[int]], floa
 
 
 class LoadMetrics:
-    """Counters over all windows, and gauges of the last window, in a registry of prometheus_client."""
+    """Prometheus counters over all windows, and gauges of the last window, in a registry of prometheus_client."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge
@@ -74,7 +74,7 @@ class LoadMetrics:
         ]
 
     def observe(self, window: LoadWindow) -> None:
-        """Add a window."""
+        """Update the metrics with a window."""
         for counter, total in self._counters:
             counter.inc(total(window))
         if window.disk is not None:
@@ -92,7 +92,7 @@ class LoadMetrics:
 class MetricsServer:
     """Serves `LoadMetrics` over HTTP at /metrics, in a thread.
 
-    A window covers all ranks, so only one process of an engine may observe it.
+    A window covers all ranks, so only one process of an engine may pass windows to a server.
     """
 
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
@@ -119,7 +119,7 @@ class MetricsServer:
         self.port = self._server.server_port
 
     def observe(self, window: LoadWindow) -> None:
-        """Add a window."""
+        """Update the metrics with a window."""
         self._metrics.observe(window)
 
     def stop(self) -> None:

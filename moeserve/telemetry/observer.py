@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadObserver:
-    """The outputs of an engine's load windows. One process passes it every window, in order."""
+    """The destinations of an engine's load windows. One process must pass every window, in order, to `observe`."""
 
     def __init__(self, path: Path | None, port: int | None) -> None:
         """
@@ -62,7 +62,7 @@ class LoadObserver:
             listener(window)
 
     def close(self) -> None:
-        """Close the file and the server. May be called twice."""
+        """Close the file and the metrics server. May be called twice."""
         self._close_file()
         if self._metrics is not None:
             self._metrics.stop()

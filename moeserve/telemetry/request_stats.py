@@ -1,6 +1,6 @@
 """Statistics of requests: finish reasons, tokens, and the distribution of latencies.
 
-They are plain data, so that the statistics of several processes can be sent and added.
+The statistics are plain data, so that those of several processes can be sent and added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 class Histogram(msgspec.Struct):
-    """Counts of values in buckets, each up to and including its bound. The last bucket has no bound."""
+    """Counts of values in buckets. A bucket includes its upper bound; the last bucket has no bound."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -38,9 +38,9 @@ class Histogram(msgspec.Struct):
 
 
 class RequestStats(msgspec.Struct):
-    """Totals since the start. One thread at a time may add to them. Times are in seconds of one monotonic clock."""
+    """Totals since the start. Only one thread at a time may add to them. All times come from one clock, in seconds."""
 
-    ends: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))  # outputs
+    ends: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))  # number of outputs
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
@@ -62,10 +62,10 @@ class RequestStats(msgspec.Struct):
         self.prompt_tokens.add(num_tokens)
 
     def note_tokens(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
-        """Add new tokens of an output.
+        """Count new tokens of an output.
 
         Args:
-            seconds: time since the output's previous tokens, or since the request arrived.
+            seconds: time since the output's previous tokens; for the first tokens, since the request arrived.
         """
         self.num_generated_tokens += num_tokens
         if is_first:
@@ -74,7 +74,7 @@ class RequestStats(msgspec.Struct):
             self.between_tokens.add(seconds / num_tokens, num_tokens)
 
     def note_end(self, reason: str, num_tokens: int, seconds: float) -> None:
-        """Add the end of an output, `seconds` after its request arrived."""
+        """Count the end of an output, `seconds` after its request arrived."""
         self.ends[reason] += 1
         self.generated_tokens.add(num_tokens)
         self.whole.add(seconds)
