@@ -1,8 +1,8 @@
 """The layouts of a model over a number of ranks: the contents of each rank, its memory, and the bytes exchanged.
 
 Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. The bytes
-exchanged are the bytes that all ranks together send per token in one MoE layer, if all ranks have equally many tokens
-and all experts are equally loaded. These bytes are for large steps. In small steps, both dispatchers use all-gather
+exchanged are those that all ranks together send per token in one MoE layer, if all ranks have equally many tokens
+and all experts are equally loaded. They hold for large steps; in small ones both dispatchers use all-gather
 (moe/dispatch/allgather.py).
 """
 
@@ -44,7 +44,7 @@ class Holder:
     replica: int
     stage: int = 0
     heads: tuple[int, int]  # first and last index
-    experts: tuple[int, ...]  # experts of the first MoE layer; without loads, all layers are alike
+    experts: tuple[int, ...]  # of the first MoE layer; without loads, all layers are alike
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Layout:
     heads_per_rank: int = 0
     experts_per_rank: tuple[int, int] = (0, 0)  # fewest and most
     expert_slices: int = 1  # above 1: each rank has a slice of every expert
-    fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean over the layers
-    weight_bytes: int = 0  # on the rank with the most weights
-    cache_bytes_per_token: int = 0  # on the rank with the largest cache, per token of its replica
+    fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean of the layers
+    weight_bytes: int = 0  # on the rank with the most
+    cache_bytes_per_token: int = 0  # on the rank with the most, per token of its replica
     stages: tuple[Stage, ...] = ()
     # Bytes that all ranks together send per token and layer in large steps:
     attention_bytes: int = 0  # all-gather before attention and reduce-scatter after it
@@ -85,7 +85,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """All layouts of a model over a number of ranks, or the only one with a given tp."""
+    """All layouts of a model over a number of ranks, or the one that was asked for."""
 
     model: str
     num_ranks: int
@@ -118,8 +118,7 @@ def find_layouts(
         loads: file with the tokens of each routed expert; see `read_loads`.
         num_redundant: slots beyond one per expert, over all ranks together.
         expert_parallel: the engine's setting on a CPU with kernels. False: a layout of one replica slices its experts.
-        keeps_stored: True: if the shards exist, count the checkpoint's size for weights that a CPU keeps as stored.
-            False: count all weights in `dtype`, or MXFP4.
+        keeps_stored: True: count weights as a CPU keeps them, if the shards are here. False: in `dtype`, or MXFP4.
         hf_overrides: changes to config.json.
 
     Raises:
@@ -131,11 +130,7 @@ def find_layouts(
     description = describe(folder, hf_overrides=hf_overrides)
     config, dtype = description.model, dtype or description.dtype
     stage_layers = layers_of_stages(len(config.layers), pp, pipeline_layers, config.first_layers)
-    num_expert_ranks = num_ranks // pp
-    sizes = [size for size in range(1, num_expert_ranks + 1) if num_expert_ranks % size == 0]
-    if tp is not None:
-        _refuse_tp(description, tp, num_expert_ranks, sizes)
-        sizes = [tp]
+    sizes = _sizes(description, num_expert_ranks := num_ranks // pp, tp)
     # The placement depends only on the number of ranks of a stage, so all layouts share it.
     placements, fullest_rank = _place(config, num_expert_ranks, loads, num_redundant)
     parallel = ParallelSettings(
@@ -145,17 +140,13 @@ def find_layouts(
         expert_parallel=expert_parallel,
     )
     is_sliced = num_expert_ranks in sizes and _is_sliced(parallel, description, dtype)  # with a single replica
-    checkpoint = None
-    if keeps_stored:
-        with contextlib.suppress(CheckpointError):  # without shards, count all weights in `dtype`
-            checkpoint = kept_checkpoint(folder, description, dtype)
+    checkpoint = _kept_checkpoint(folder, description, dtype) if keeps_stored else None
     layouts = []
     for size in sizes:
         mesh = Mesh(tp=size, dp=num_expert_ranks // size, pp=pp)
         placed = config.slice_experts(size) if is_sliced and mesh.dp == 1 else placements
-        layouts.append(
-            _layout(description, mesh, dtype, kv_cache_dtype, placed, stage_layers, fullest_rank, checkpoint)
-        )
+        layout = _layout(description, mesh, dtype, kv_cache_dtype, placed, stage_layers, fullest_rank, checkpoint)
+        layouts.append(layout)
     return Layouts(
         model=str(folder),
         num_ranks=num_ranks,
@@ -166,10 +157,17 @@ def find_layouts(
     )
 
 
+def _kept_checkpoint(folder: Path, description: Description, dtype: DtypeName) -> Checkpoint | None:
+    """Return the checkpoint if a CPU keeps its weights as they are stored; None if it does not, or has no shards."""
+    with contextlib.suppress(CheckpointError):
+        return kept_checkpoint(folder, description, dtype)
+    return None
+
+
 def _place(
     config: ModelSpec, num_ranks: int, loads: Path | None, num_redundant: int
 ) -> tuple[tuple[Placement, ...], float]:
-    """Return the placement of experts in each layer, and the fullest rank's rows over the mean (mean of layers)."""
+    """Return the placement of experts in each layer, and the rows of the fullest rank over the mean."""
     loads_of_layer: Sequence[Sequence[float]] = ()
     if loads is not None:
         loads_of_layer = read_loads(loads, num_layers=config.num_sparse_layers, num_experts=config.num_experts)
@@ -238,20 +236,28 @@ def _holder_line(holder: Holder, layout: Layout) -> str:
 
 
 def _refuse_ranks(num_ranks: int, pp: int) -> None:
-    """Raise SettingsError for a number of ranks that is too large, or is not divisible by the number of stages."""
+    """Raise SettingsError for a number of ranks that is too large, or that the stages do not divide."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise SettingsError(f"ranks={shown(num_ranks)} cannot be laid out; choose from 1 to {MAX_RANKS} ranks")
     if pp < 1 or num_ranks % pp:
         raise SettingsError(f"pipeline_parallel_size={shown(pp)} does not divide ranks={num_ranks}")
 
 
-def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[int]) -> None:
-    """Raise SettingsError for a tp that does not divide the number of ranks, or the heads."""
+def _sizes(description: Description, num_ranks: int, tp: int | None) -> list[int]:
+    """Return each tp that divides the ranks, or only the given one.
+
+    Raises:
+        SettingsError: the given tp does not divide the ranks or the heads.
+    """
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    if tp is None:
+        return sizes
     refusal_to_divide = description.model.refusal_to_divide
     refusal = f": {refusal_to_divide(tp)}" if tp in sizes else f" does not divide ranks={num_ranks}"
     if tp not in sizes or refusal_to_divide(tp) is not None:
         usable = ", ".join(str(size) for size in sizes if refusal_to_divide(size) is None)
         raise SettingsError(f"tp={shown(tp)}{refusal}; use one of {usable}")
+    return [tp]
 
 
 def _layout(
@@ -295,7 +301,7 @@ def _layout(
         weight_bytes=max(stage.weight_bytes for stage in stages),
         cache_bytes_per_token=max(stage.cache.bytes_per_token for stage in stages),
         stages=tuple(stages),
-        # A row goes from its token's rank to each other rank of the replica, and each of these returns a partial sum.
+        # A row goes from the token's rank to each other rank of its replica, and each of them returns a partial sum.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,
         dispatch_bytes=dispatched,
         allgather_bytes=gathered,
@@ -314,9 +320,8 @@ def _exchange(shape: ExpertShape | None, placements: Sequence[Placement], value_
     """Return the bytes that all ranks send per token in a large step, with all-to-all and with all-gather.
 
     Both send the expert ids to every other rank, and return one output row for each expert on another rank. All-to-all
-    sends a token's row once to each other rank that has one of the token's experts. With k experts per token, a rank
-    with c of the E experts is needed with probability 1 - C(E - c, k) / C(E, k). One of n copies of an expert counts as
-    1 / n.
+    sends the token's row once to each other rank that has one of its experts. A token with k experts needs a rank that
+    has c of the E experts with probability 1 - C(E - c, k) / C(E, k); one of n copies of an expert counts as 1 / n.
     """
     assert shape is not None
     num_experts, top_k, num_ranks = shape.num_experts, shape.top_k, placements[0].num_ranks
@@ -334,7 +339,7 @@ def _exchange(shape: ExpertShape | None, placements: Sequence[Placement], value_
             chance_of_none *= max(0.0, num_experts - count - chosen) / (num_experts - chosen)
         needed += 1 - chance_of_none
     elsewhere = num_others / num_ranks  # fraction of the ranks other than the token's own
-    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids there, outputs back
+    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids out, outputs back
     return both_ways + needed * elsewhere * row_bytes, both_ways + num_others * row_bytes
 
 
