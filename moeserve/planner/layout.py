@@ -1,8 +1,8 @@
 """The layouts of a model over a number of ranks: the contents of each rank, its memory, and the bytes exchanged.
 
 Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. The bytes
-exchanged are those that all ranks together send per token in one MoE layer, if all ranks have equally many tokens
-and all experts are equally loaded. They hold for large steps; in small ones both dispatchers use all-gather
+exchanged are the bytes that all ranks together send per token in one MoE layer, if all ranks have equally many tokens
+and all experts are equally loaded. These bytes are for large steps. In small steps, both dispatchers use all-gather
 (moe/dispatch/allgather.py).
 """
 
@@ -44,7 +44,7 @@ class Holder:
     replica: int
     stage: int = 0
     heads: tuple[int, int]  # first and last index
-    experts: tuple[int, ...]  # of the first MoE layer; without loads, all layers are alike
+    experts: tuple[int, ...]  # experts of the first MoE layer; without loads, all layers are alike
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Layout:
     heads_per_rank: int = 0
     experts_per_rank: tuple[int, int] = (0, 0)  # fewest and most
     expert_slices: int = 1  # above 1: each rank has a slice of every expert
-    fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean of the layers
-    weight_bytes: int = 0  # on the rank with the most
-    cache_bytes_per_token: int = 0  # on the rank with the most, per token of its replica
+    fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean over the layers
+    weight_bytes: int = 0  # on the rank with the most weights
+    cache_bytes_per_token: int = 0  # on the rank with the largest cache, per token of its replica
     stages: tuple[Stage, ...] = ()
     # Bytes that all ranks together send per token and layer in large steps:
     attention_bytes: int = 0  # all-gather before attention and reduce-scatter after it
@@ -85,7 +85,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """All layouts of a model over a number of ranks, or the one that was asked for."""
+    """All layouts of a model over a number of ranks, or the only one with a given tp."""
 
     model: str
     num_ranks: int
@@ -118,7 +118,7 @@ def find_layouts(
         loads: file with the tokens of each routed expert; see `read_loads`.
         num_redundant: slots beyond one per expert, over all ranks together.
         expert_parallel: the engine's setting on a CPU with kernels. False: a layout of one replica slices its experts.
-        keeps_stored: True: count weights as a CPU keeps them, if the shards are here. False: in `dtype`, or MXFP4.
+        keeps_stored: True: count weights as a CPU keeps them, if the shards exist. False: in `dtype`, or MXFP4.
         hf_overrides: changes to config.json.
 
     Raises:
@@ -167,7 +167,7 @@ def _kept_checkpoint(folder: Path, description: Description, dtype: DtypeName) -
 def _place(
     config: ModelSpec, num_ranks: int, loads: Path | None, num_redundant: int
 ) -> tuple[tuple[Placement, ...], float]:
-    """Return the placement of experts in each layer, and the rows of the fullest rank over the mean."""
+    """Return the placement of experts in each layer, and the fullest rank's rows over the mean (mean of layers)."""
     loads_of_layer: Sequence[Sequence[float]] = ()
     if loads is not None:
         loads_of_layer = read_loads(loads, num_layers=config.num_sparse_layers, num_experts=config.num_experts)
@@ -236,7 +236,7 @@ def _holder_line(holder: Holder, layout: Layout) -> str:
 
 
 def _refuse_ranks(num_ranks: int, pp: int) -> None:
-    """Raise SettingsError for a number of ranks that is too large, or that the stages do not divide."""
+    """Raise SettingsError for a number of ranks that is too large, or is not divisible by the number of stages."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise SettingsError(f"ranks={shown(num_ranks)} cannot be laid out; choose from 1 to {MAX_RANKS} ranks")
     if pp < 1 or num_ranks % pp:
@@ -301,7 +301,7 @@ def _layout(
         weight_bytes=max(stage.weight_bytes for stage in stages),
         cache_bytes_per_token=max(stage.cache.bytes_per_token for stage in stages),
         stages=tuple(stages),
-        # A row goes from the token's rank to each other rank of its replica, and each of them returns a partial sum.
+        # A row goes from its token's rank to each other rank of the replica, and each of these returns a partial sum.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,
         dispatch_bytes=dispatched,
         allgather_bytes=gathered,
@@ -320,8 +320,9 @@ def _exchange(shape: ExpertShape | None, placements: Sequence[Placement], value_
     """Return the bytes that all ranks send per token in a large step, with all-to-all and with all-gather.
 
     Both send the expert ids to every other rank, and return one output row for each expert on another rank. All-to-all
-    sends the token's row once to each other rank that has one of its experts. A token with k experts needs a rank that
-    has c of the E experts with probability 1 - C(E - c, k) / C(E, k); one of n copies of an expert counts as 1 / n.
+    sends a token's row once to each other rank that has one of the token's experts. With k experts per token, a rank
+    with c of the E experts is needed with probability 1 - C(E - c, k) / C(E, k). One of n copies of an expert counts as
+    1 / n.
     """
     assert shape is not None
     num_experts, top_k, num_ranks = shape.num_experts, shape.top_k, placements[0].num_ranks
@@ -339,7 +340,7 @@ def _exchange(shape: ExpertShape | None, placements: Sequence[Placement], value_
             chance_of_none *= max(0.0, num_experts - count - chosen) / (num_experts - chosen)
         needed += 1 - chance_of_none
     elsewhere = num_others / num_ranks  # fraction of the ranks other than the token's own
-    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids out, outputs back
+    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids there, outputs back
     return both_ways + needed * elsewhere * row_bytes, both_ways + num_others * row_bytes
 
 
