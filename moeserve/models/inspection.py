@@ -132,7 +132,7 @@ def inspect(
 
 
 def kept_checkpoint(folder: Path, description: Description, dtype: DtypeName) -> Checkpoint | None:
-    """Return the checkpoint if a CPU keeps its weights as they are stored, else None.
+    """Return the checkpoint if a CPU would keep its weights in their stored form, else None.
 
     Raises:
         CheckpointError: shards are missing or damaged.

@@ -208,8 +208,7 @@ class ModelSpec:
         """Indices of layers that may start a pipeline stage.
 
         Such a layer reads nothing that an earlier layer has chosen. All MTP modules must be on the last stage, so only
-        the
-        first of their layers may start a stage.
+        the first of their layers may start a stage.
         """
         first = self.layers[: self.num_decoder_layers + 1]
         needs = enumerate(of_all(network.needs for network in layer.networks) for layer in first)

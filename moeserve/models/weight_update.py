@@ -231,7 +231,7 @@ class _Update:
     ) -> None:
         """
         Args:
-            places: of the tensors of the update, in `skeleton`.
+            places: destinations in `skeleton` of the tensors of the update.
         """
         self.has_written = False
         self._destinations = places
@@ -334,7 +334,7 @@ class _Update:
 
 
 def _only_of_drafts(places: Destinations) -> Destinations:
-    """Return the destinations of modules for multi-token prediction; all other tensors are ignored."""
+    """Return only the destinations in modules for multi-token prediction. All other tensors are then ignored."""
     into = {name: of_name for name, of_name in places.into.items() if name.startswith(OF_DRAFTS)}
     return dataclasses.replace(
         places, into=into, is_ignored=lambda name: not name.startswith(OF_DRAFTS) or places.is_ignored(name)

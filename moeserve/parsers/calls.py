@@ -34,8 +34,7 @@ class CallSyntax(Protocol):
         """Read a call that begins after its begin marker. Return False if the call is malformed before its end marker.
 
         The caller records the text, and turns the recorded text into content if the call is malformed. This method
-        stops
-        the recording as soon as it has started a call, because the text after that becomes the call's arguments.
+        stops the recording as soon as it has started a call, because the text after that becomes the call's arguments.
         """
 
 

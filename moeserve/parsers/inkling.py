@@ -24,8 +24,7 @@ class InklingAnswer:
     """A sequence of messages. The prompt ends with the first message's begin marker, or also its kind's marker.
 
     Reasoning and calls that the options leave unparsed are content. Markers are dropped. A line break separates
-    messages
-    of the same kind.
+    messages of the same kind.
     """
 
     reasoning: tuple[str, str] | None = None

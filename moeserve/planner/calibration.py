@@ -49,8 +49,7 @@ CALIBRATED = Calibration(
     forwarding_network=0.87,
     exchange_latency=37e-6,
     # DeepSeek's profile: 24 of 132 cores for prefill, and the paired overlap for decoding. SGLang's report gives the
-    # time
-    # for which dispatch occupies the cores; combine is assumed to take as long.
+    # time for which dispatch occupies the cores; combine is assumed to take as long.
     forwarding_cores=24 / 132,
     exchange_on_cores=60e-6,
     is_paired=True,

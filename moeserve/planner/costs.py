@@ -213,8 +213,8 @@ class LayoutCosts:
             "all": {"tokens": half.num_tokens, "imbalance": imbalance},
             "expert": {"tokens": half.num_tokens * self.top_k / self.num_ranks * imbalance},
             # A rank sends its own rows, which do not depend on the imbalance of experts. Divide by the imbalance,
-            # because the
-            # formula multiplies by it. The fullest rank receives rows that do not depend on the balance of replicas.
+            # because the formula multiplies by it. The fullest rank receives rows that do not depend on the balance of
+            # replicas.
             "exchanged": {
                 "tokens": max(half.most_tokens / self.tp / imbalance, half.num_tokens / self.num_ranks),
                 "imbalance": imbalance,

@@ -50,8 +50,7 @@ class WeightSender:
         Args:
             receiver: URL of a server with `--rl`, or an `LLM`.
             transport: "shm": chunks in shared memory of the same host; "disk": chunks in temporary folders; "tcp":
-                ranks
-                on any host connect to the trainer, and read their parts of each chunk.
+                ranks on any host connect to the trainer, and read their parts of each chunk.
             api_key: an administrator's key of the server.
             folder: folder in which temporary folders are created, which all ranks must be able to read; None: the
                 system's.

@@ -90,8 +90,7 @@ class Conversation:
 
         Raises:
             ApiError: a tool has an invalid name, tool_choice names a function that is not among the tools, or
-                tool_choice
-                requires a call although there are no tools.
+                tool_choice requires a call although there are no tools.
         """
         for name_of_field, tool in self.tools.items():
             name = tool.function.name

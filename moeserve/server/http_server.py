@@ -72,10 +72,8 @@ class DrainingServer(uvicorn.Server):
             when_ready: called once the signals shut the server down.
         """
         # uvicorn handles signals only while its event loop runs. With this handler, earlier signals also end the
-        # server.
-        # After serving, uvicorn raises the handled signals again. With this handler, that has no effect, so the exit
-        # status
-        # is 0.
+        # server. After serving, uvicorn raises the handled signals again. With this handler, that has no effect, so the
+        # exit status is 0.
         with ends_handled_by(self.handle_exit):
             when_ready()
             self.run(sockets=[listener])

@@ -68,8 +68,7 @@ class Keys:
         """Return the name of the client that sent a request; None if the request's key is missing or wrong.
 
         The key is compared with all accepted keys, each in constant time. So the duration reveals nothing about
-        accepted
-        keys.
+        accepted keys.
 
         Args:
             headers: the request's headers by lower-case name. The key is in "authorization" or "x-api-key".

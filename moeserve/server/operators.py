@@ -62,7 +62,7 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
 
 
 def _sglang_settings(config: EngineConfig) -> dict[str, Any]:
-    """Return settings by the names that SGLang gives them. slime requires some of them to be as its own settings."""
+    """Return engine settings under SGLang's names. slime requires some of them to equal its own settings."""
     return {
         "tp_size": config.parallel.tensor_parallel_size,
         "pp_size": config.parallel.pipeline_parallel_size,

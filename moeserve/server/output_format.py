@@ -142,8 +142,7 @@ def grammar_forms(functions: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict
     """Yield forms of functions to try in a grammar, the most restrictive first.
 
     The first form has schemas of at most `MAX_SCHEMAS` characters; the largest are left out if necessary. The second
-    form
-    has no schemas. Strict functions keep their schemas in both.
+    form has no schemas. Strict functions keep their schemas in both.
     """
     free = [function if function.get("strict") else {"name": function["name"]} for function in functions]
     lengths = [_length(function.get("parameters")) for function in functions]

@@ -190,8 +190,7 @@ class Router:
         """Send a request to a decode server, and the server's response to the client.
 
         Another server is tried if a server is unreachable, closes the connection before it responds, refuses the
-        request,
-        or does not have the stored response that the request refers to.
+        request, or does not have the stored response that the request refers to.
 
         Raises:
             ApiError: no server has responded.

@@ -52,7 +52,7 @@ def add_rollout_routes(app: FastAPI, service: Service, of_trainer: list[Any]) ->
     """Add the routes for trainers, with vLLM's names.
 
     Args:
-        of_trainer: dependencies of the routes, which refuse clients that are no trainers.
+        of_trainer: dependencies of the routes, which refuse clients that are not trainers.
     """
 
     @app.post("/pause", dependencies=of_trainer)
@@ -166,7 +166,7 @@ def _add_weight_routes(app: FastAPI, service: Service, of_trainer: list[Any]) ->
 
 
 async def end_all_requests(service: Service) -> None:
-    """End all requests with the tokens generated so far. A paused engine stays paused, and others keep running."""
+    """End all requests with the tokens generated so far. Later, the engine is paused only if it was paused before."""
     was_paused = await service.llm.is_paused()
     await finished(service.llm.pause("abort", clear_cache=False))
     if not was_paused:

@@ -60,7 +60,7 @@ def add_sglang_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> 
     """Add the routes of SGLang's API.
 
     Args:
-        of_trainer: dependencies of the routes, which refuse clients that are no trainers.
+        of_trainer: dependencies of the routes, which refuse clients that are not trainers.
     """
     llm = service.llm
 
@@ -121,7 +121,7 @@ def _add_request_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -
 
     @app.get("/v1/loads", dependencies=of_trainer)
     async def loads() -> dict[str, Any]:
-        """Return the number of outputs that run and wait, which are 0 once `/abort_request` has ended all."""
+        """Return the numbers of running and waiting outputs. Both are 0 once `/abort_request` has ended all outputs."""
         totals = service.totals
         return {"loads": [{"num_running_reqs": totals.num_admitted, "num_waiting_reqs": totals.num_queued}]}
 

@@ -1,4 +1,4 @@
-"""`/inference/v1/generate` of vLLM: tokens in and out, for trainers such as prime-rl. It exists only with `rl`."""
+"""vLLM's route `/inference/v1/generate`: tokens in and out, for trainers such as prime-rl. Exists only with `rl`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class TokensBody(BaseModel):
 
 
 def add_token_generation_route(app: FastAPI, service: Service, of_trainer: list[Any]) -> None:
-    """Add the route that generates tokens for the tokens of a prompt.
+    """Add the route, which takes the token ids of a prompt and returns generated token ids.
 
     Args:
-        of_trainer: dependencies of the route, which refuse clients that are no trainers.
+        of_trainer: dependencies of the route, which refuse clients that are not trainers.
     """
 
     @app.post("/inference/v1/generate", dependencies=of_trainer)
@@ -76,7 +76,7 @@ def _choice(output: CompletionOutput, start: int) -> dict[str, Any]:
 
 
 def _position(token_id: int, position: dict[int, Logprob]) -> dict[str, Any]:
-    """Return a token's log-probability, and those of the most likely tokens there."""
+    """Return the log-probabilities of a token and of the most likely tokens at its position."""
     most_likely = [{"token": f"token_id:{other}", "logprob": finite(at.logprob)} for other, at in position.items()]
     return {
         "token": f"token_id:{token_id}",
@@ -86,7 +86,7 @@ def _position(token_id: int, position: dict[int, Logprob]) -> dict[str, Any]:
 
 
 def _packed(experts_TLK: npt.NDArray[np.integer[Any]], start: int) -> dict[str, Any]:
-    """Return routed experts as prime-rl reads them."""
+    """Return routed experts in the form that prime-rl reads."""
     return {
         "data": base64.b64encode(np.ascontiguousarray(experts_TLK).tobytes()).decode(),
         "shape": list(experts_TLK.shape),

@@ -1,4 +1,4 @@
-"""Responses with whole outputs, for routes of trainers, which do not stream. Generation stops if the client leaves."""
+"""Responses with complete outputs, for trainers' routes, which do not stream. A disconnected client ends generation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moeserve.server.reply import JSON, Reply, encode_json
 
 
 def reply_with_whole(outputs: AsyncGenerator[RequestOutput, None], body: Callable[[RequestOutput], Any]) -> Reply:
-    """Return a response whose body is made of the whole outputs of a prompt.
+    """Return a response that is sent once all outputs of a prompt are complete.
 
     Args:
-        outputs: parts of them, as `Service.generate` yields them.
-        body: returns the body, a value for JSON.
+        outputs: new parts of the outputs, as `Service.generate` yields them.
+        body: converts the complete outputs to the response's body, as a value for JSON.
     """
 
     async def chunks() -> AsyncGenerator[bytes, None]:
@@ -26,7 +26,7 @@ def reply_with_whole(outputs: AsyncGenerator[RequestOutput, None], body: Callabl
 
 
 async def _whole(parts: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    """Return the last of the parts, with the text, tokens and log-probabilities of all of them."""
+    """Return the last part, with the text, tokens and log-probabilities of all parts."""
     whole: dict[int, CompletionOutput] = {}
     prompt_logprobs = None
     async with contextlib.aclosing(parts):

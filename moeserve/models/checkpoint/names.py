@@ -20,7 +20,7 @@ AT_PLACE = re.compile(PLACE + r"(\+?)")  # a plus in a translation adds one to t
 
 
 class Translation:
-    """Translates names of one family's checkpoint."""
+    """Translates the names of tensors in the checkpoints of one family."""
 
     def __init__(self, family: Family, num_layers: int) -> None:
         """

@@ -225,7 +225,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _checksum(content_B: Tensor) -> str:
-    """Return the number of bytes and their checksum as text. The checksum is 0 without our kernels, which also pack."""
+    """Return the number of bytes and their checksum as text. The checksum is 0 without C++ kernels, which it needs."""
     kernels = native_kernels()
     return _checksum_text(len(content_B), 0 if kernels is None else kernels.checksums(content_B[None])[0])
 

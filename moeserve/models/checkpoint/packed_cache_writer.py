@@ -49,8 +49,7 @@ class CacheWriter(threading.Thread):
 
     def __init__(self, model: nn.Module, cache: PackedWeightCache, key: str, state: dict[str, Tensor]) -> None:
         # daemon=False, even if a daemon thread starts this thread, so that Python waits for it at exit. If it freed
-        # tensors
-        # after the exit, the process would abort.
+        # tensors after the exit, the process would abort.
         super().__init__(name="packed weight cache", daemon=False)
         self.cancelled = threading.Event()
         weakref.finalize(model, self.cancelled.set)

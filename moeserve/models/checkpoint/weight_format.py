@@ -41,9 +41,8 @@ class Encoding:
     unused: tuple[str, ...] = ()  # suffixes of additional tensors that need not be read
     suffix: str = ""
     # Variants of the encoding in one checkpoint, such as numbers of bits. `build` takes them as `options`, and chooses
-    # one
-    # for each weight by the shapes of the parts. So the config's lists of modules need not be read, whose names often
-    # differ from those of tensors.
+    # one for each weight by the shapes of the parts. So the config's lists of modules need not be read, whose names
+    # often differ from those of tensors.
     options: tuple[Any, ...] = ()
     # Suffixes of small tensors that `build` takes as lists of numbers, needed only if there are several options.
     tables: Mapping[str, str] = field(default_factory=dict)

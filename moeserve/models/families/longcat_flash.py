@@ -1,4 +1,4 @@
-"""LongCat-Flash: two attentions and two dense networks in each layer, experts on a shortcut, and zero experts."""
+"""LongCat-Flash: two attentions, two dense networks and parallel experts in each layer. Zero experts return their input."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ def read(config: ConfigValues) -> ModelSpec:
     config.require("postnorm", True)
     config.require("shared_intermediate_size", 0)
     # A network's output is multiplied by beta, and added to alpha times its normalised input. If a norm reads the sum,
-    # the
-    # whole sum may be divided by alpha instead.
+    # the whole sum may be divided by alpha instead.
     keys = [config.key_of(*(name.format("alpha") for name in names)) for names in FACTORS]
     alpha, *others = (config.number(key, 1.0) for key in keys)
     if any(other != alpha for other in others):

@@ -67,8 +67,7 @@ def _read_pattern(config: ConfigValues, prefix: str = "", default: str = "ME*-")
 def _read_mamba(config: ConfigValues) -> Layer:
     config.require("mamba_hidden_act", "silu")
     # As in the authors' code, only `time_step_limit` bounds step sizes. In prompts, transformers also raises step sizes
-    # to
-    # `time_step_min`, which is meant only for the initialisation of new models.
+    # to `time_step_min`, which is meant only for the initialisation of new models.
     read_step_limit(config)
     num_heads = config.integer("mamba_num_heads", high=2**14)
     num_groups = config.integer("n_groups", high=2**14)

@@ -11,8 +11,7 @@ def removable_groups(items: Sequence[Item]) -> list[list[int]]:
     """Return groups of indices of items that may be left out, the oldest group first.
 
     The items of a group are left out together: a call with its results, and reasoning with the item after it. System
-    and
-    developer messages, and the last user message, are in no group.
+    and developer messages, and the last user message, are in no group.
     """
     messages = [(place, item) for place, item in enumerate(items) if isinstance(item, MessageItem)]
     kept = {place for place, item in messages if item.role in ("system", "developer")}
