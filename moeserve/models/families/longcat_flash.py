@@ -1,4 +1,4 @@
-"""LongCat-Flash: two attentions, two dense networks and parallel experts in each layer. Zero experts return their input."""
+"""LongCat-Flash: two attentions, two dense networks and parallel experts per layer. Zero experts return their input."""
 
 from __future__ import annotations
 
