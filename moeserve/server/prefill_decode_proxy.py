@@ -397,7 +397,7 @@ def _with_transfer(body: bytes, params: dict[str, Any]) -> bytes:
 
 
 def _prompt_tokens(path: str, body: bytes) -> int:
-    """Estimate the number of tokens of a request's prompt; 0 if only a decode server can compute it.
+    """Estimate the number of tokens of a request's prompt; 0 if a decode server should compute it in any case.
 
     Raises:
         ApiError: the request has `kv_transfer_params`.
