@@ -161,7 +161,7 @@ class StepInputs:
 
     @functools.cached_property
     def rows_have_positions(self) -> bool:
-        """True if every row is in a chunk, and no chunk has more rows than positions. Padding rows have none."""
+        """True if every row is in a chunk, and no chunk has more rows than positions. Padding rows are in no chunk."""
         are_in_chunks = sum(span.num_rows for span in self.spans) == len(self.token_ids)
         return are_in_chunks and all(span.num_rows <= span.context_len for span in self.spans)
 

@@ -153,7 +153,7 @@ class AsyncLLM(AsyncRollouts):
         Args:
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
             sampling_params: None: the parameters of generation_config.json.
-            request_id: id of the outputs, which no other request in flight may have; None: a new one.
+            request_id: id of the outputs, which no other request in flight may have; None: a new id.
             lora_request, tokenization_kwargs, trace_headers, priority, data_parallel_rank: not supported; must be left
                 out, None or 0.
 

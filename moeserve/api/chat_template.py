@@ -44,7 +44,8 @@ def choose_template(templates: Mapping[str, str], template: str | None, *, has_t
 
     Args:
         templates: the checkpoint's templates by name.
-        template: a template, or the name of one; None: the checkpoint's default, or its template for tools.
+        template: a template, or the name of a template of the checkpoint; None: the checkpoint's default, or its
+            template for tools.
 
     Raises:
         RequestError: the checkpoint has no such template.

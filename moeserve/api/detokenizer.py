@@ -27,8 +27,8 @@ class Vocabulary(Protocol):
 class Detokenizer(Protocol):
     """Returns the text of one output in pieces.
 
-    The concatenated pieces are always a prefix of the text that `decode` returns for all tokens, and equal to it after
-    `finish`.
+    The concatenated pieces are always a prefix of the text that `decode` returns for all tokens, and equal to this text
+    after `finish`.
     """
 
     @property

@@ -163,7 +163,7 @@ class Frontend:
         """Create the requests of prompts, in order.
 
         Args:
-            prompt_id: the id of the only prompt; None: create a new id for each.
+            prompt_id: the id of the only prompt; None: create a new id for each prompt.
 
         Raises:
             RequestError: the id is in use.

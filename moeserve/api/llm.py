@@ -386,7 +386,7 @@ class LLM(Rollouts):
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
-            chat_template: Jinja template; None: the checkpoint's.
+            chat_template: Jinja template; None: the checkpoint's template.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end the prompt with the tokens that begin an answer.
             continue_final_message: end the prompt after the content of the last message, for an answer that continues

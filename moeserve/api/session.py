@@ -285,7 +285,7 @@ class Session:
     def wake(self) -> None:
         """Make the thread that runs the engine handle the queues.
 
-        Without such a thread, the next user of the engine does.
+        Without such a thread, the next thread that uses the engine handles them.
         """
         if self._is_polling:
             self.engine.wake()

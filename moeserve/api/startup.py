@@ -153,7 +153,7 @@ def _facts_of(folder: Path, settings: Settings) -> CheckpointFacts:
 def _find_tokenizer(model: ModelSettings) -> tuple[str | None, HubModel | None]:
     """Return the folder of the tokenizer that the user named, and its repository if it is in a hub.
 
-    Both are None if the user named none, so that the tokenizer is the model's own.
+    Both are None if the user named no tokenizer, so that the tokenizer is the model's own.
     """
     name = model.tokenizer
     if name is None and model.tokenizer_revision is not None and model.model is not None:

@@ -49,7 +49,7 @@ def add_arguments(command: Parser) -> None:
 def _find_prompt(options: argparse.Namespace, rest: list[str]) -> list[str]:
     """Move the last positional argument to the prompts unless --prompt is given, and return the other arguments.
 
-    argparse takes positional arguments from one place of a command line; `rest` has those from other places.
+    argparse takes positional arguments from one place of a command line; `rest` has the arguments from other places.
     """
     positional = [each for each in (options.model_folder, options.last) if each is not None]
     if rest and not any(each.startswith("-") for each in rest):

@@ -129,7 +129,7 @@ def _own_quantization(name: str | None, facts: Facts) -> QuantizationName | None
 
 
 def _dtype_of_checkpoint(facts: Facts, quantization: str | None) -> DtypeName:
-    """Return the dtype to compute in if the user chooses none: the checkpoint's, unless that is slow."""
+    """Return the dtype to compute in if the user chooses none: the checkpoint's dtype, unless that is slow."""
     checkpoint = facts.checkpoint
     if checkpoint.dtype != "float16" or (facts.on_gpu and quantization not in DEVICES["cpu"].quantizations):
         return checkpoint.dtype

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 class Scaling:
     """Starts another generation next to the one that serves, and ends one of the two.
 
-    The engine calls `advance` until it returns the new generation, lets that generation serve, and calls `retire` with
-    the old one. A failure before that ends the new generation. The start and the end of processes take long, so they
-    run in the background.
+    The engine calls `advance` until the call returns the new generation, lets that generation serve, and calls `retire`
+    with the old one. A failure before that ends the new generation. The start and the end of processes take long, so
+    they run in the background.
     """
 
     def __init__(

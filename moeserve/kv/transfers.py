@@ -31,7 +31,7 @@ from moeserve.protocol import (
 
 
 class TransferredRequest(Protocol):
-    """The part of a request that transfers read. They clear `kv_source`, because a source can be used only once."""
+    """The part of a request that transfers read. Transfers clear `kv_source`, because a source is used only once."""
 
     kv_source: PeerBlocks | None
 
@@ -79,7 +79,8 @@ class BlockTransfers(Generic[Waiting]):
         Args:
             pools: pool of the cache's places for each kind of items.
             limits: limits of the caches, among them the number of tokens in a block.
-            addresses: address of each rank of this replica at which other engines can read items; empty: none can.
+            addresses: address of each rank of this replica at which other engines can read items; empty: other engines
+                cannot read items.
             routes: the experts of cached tokens, which are copied with their blocks.
         """
         self.connector = connector

@@ -1,7 +1,7 @@
 """`LimitedProcess`: answers messages in a process of its own, within limits of time and memory.
 
 It runs grammars and chat templates, which come from clients and checkpoints: their cost is known only once they run. A
-process that exceeds a limit ends, and the next message starts another one.
+process that exceeds a limit ends, and the next message starts another process.
 """
 
 from __future__ import annotations

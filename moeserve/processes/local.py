@@ -49,7 +49,7 @@ def start_process(
         channel: a connection over which the process exchanges messages with another host; None: with this process.
 
     Raises:
-        EngineError: this Python cannot start another, or the limits on processes or open files do not allow it.
+        EngineError: this Python cannot start another Python, or the limits on processes or open files do not allow it.
     """
     try:
         ours, theirs = socket.socketpair()

@@ -100,7 +100,7 @@ class LiveRequest:
         self._prompt_logprobs += rows
 
     def append(self, token_ids: list[int], logprobs: list[TokenLogprobs], max_model_len: int) -> RequestUpdate:
-        """Add sampled tokens up to the one that ends the request.
+        """Add sampled tokens up to the token that ends the request.
 
         Return the update for the client, whose `finish_reason` is set if the request has ended.
         """

@@ -52,7 +52,7 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, step: StepInputs) -> StepSizes | None:
-        """Return the sizes of a step; None if it cannot be captured.
+        """Return the sizes of a step; None if the step cannot be captured.
 
         Steps in which recurrent states are passed between tokens of a chunk, or experts are forced, cannot be captured.
         """

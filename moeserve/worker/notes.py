@@ -9,7 +9,7 @@ from moeserve.ops.native import missing_kernels
 
 
 def note_on_bytes(config: EngineConfig, model: ModelSpec, backend: Backend) -> str | None:
-    """Return a note on what the bytes of a request's results depend on besides the request; None if on nothing.
+    """Return a note on what the bytes of a request's results depend on besides the request; None if on nothing else.
 
     Without C++ kernels on a CPU, the note also says how to get them.
     """

@@ -337,7 +337,7 @@ def _logprob_columns(
     *,
     mode: LogprobsMode,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids, float32 log-probabilities and ranks of some rows' targets and of their most likely tokens."""
+    """Return ids, float32 log-probabilities and ranks, [R, N] each, of some rows' targets and most likely tokens."""
     columns = []
     for some in pieces(np.arange(len(rows_R)), logits_LV):
         place = slice(some[0], some[-1] + 1)
@@ -356,8 +356,8 @@ def _logprob_columns(
 def _process(scores_RV: Tensor, specs: Sequence[SampleSpec], upload: Upload) -> None:
     """Change scores in place to the scores from which a token is drawn, before the division by the temperature.
 
-    A forced token does not bar other tokens here, so its log-probability is that of drawing it. Waits on the
-    host for requests with `min_p`, `top_k` or `top_p`.
+    A forced token does not bar other tokens here, so its log-probability is the log-probability of drawing it. Waits on
+    the host for requests with `min_p`, `top_k` or `top_p`.
     """
     if any(spec.changes_scores for spec in specs):
         _adjust_scores(scores_RV, [dataclasses.replace(spec, forced_token_id=None) for spec in specs], upload)

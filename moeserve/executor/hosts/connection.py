@@ -119,7 +119,7 @@ def connected(host: str, port: int, key: bytes, *, own_host: str | None = None) 
 
 
 def prove(connection: socket.socket, key: bytes, *, connects: bool) -> None:
-    """Prove that this side knows the key, and require the same of the other side.
+    """Prove that this side knows the key, and require the same proof from the other side.
 
     The connecting side sends its proof first, so that it gets no proof without knowing the key.
 

@@ -105,7 +105,7 @@ class RayExecutor:
 
 
 def _compiled(ranks: Sequence[Any], timeout_s: float, num_in_flight: int) -> Any:
-    """Return a compiled graph that sends a round to all ranks and returns their answers; None if Ray has none."""
+    """Return a compiled graph that sends a round to all ranks and returns the answers; None if Ray cannot make it."""
     try:
         from ray.dag import InputNode, MultiOutputNode
         from ray.dag.context import DAGContext

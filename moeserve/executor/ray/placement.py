@@ -157,7 +157,7 @@ def _free_places(
 
 
 def _free_in_bundle(available: dict[str, float], place: Place, resource: str) -> float:
-    """Return the free amount of a bundle's resource. Its name in Ray includes the bundle's index and group."""
+    """Return the free amount of a bundle's resource. The resource's name includes the bundle's index and group."""
     return available.get(f"{resource}_group_{place.bundle}_{place.group.id.hex()}", 0.0)
 
 

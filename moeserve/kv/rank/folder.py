@@ -5,9 +5,9 @@ item is one safetensors file, named by its digest and its kind. Files are rename
 checksum, so a killed engine leaves no damaged item. Items that cannot be read are deleted, and computed again.
 
 No engine waits for another. Before an engine deletes old items, it reserves the bytes that it is about to write, with
-an empty file whose name states their number. If several engines do so at once, the last engine sees the reservations
-of all others, so the folder never grows beyond its limit. Reservations and partial files are locked while their engine
-runs.
+an empty file whose name states the number of bytes. If several engines do so at once, the last engine sees the
+reservations of all others, so the folder never grows beyond its limit. Reservations and partial files are locked while
+their engine runs.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class FolderStore:
             os.replace(file.name, path)
 
     def _load_all(self, transfer: StoreTransfer) -> Iterator[None]:
-        """Load items, and yield after each.
+        """Load items, and yield after each item.
 
         An item that cannot be read is deleted, and so are the items after it: all are computed now, and then saved
         again.
