@@ -56,7 +56,12 @@ def _spellings(name: str) -> set[str]:
 def _of_environment(variables: Mapping[str, str], group_of_setting: Mapping[str, type]) -> Iterator[tuple[str, Any]]:
     for name, text in variables.items():
         if name in group_of_setting and not _is_of_kubernetes(name, text):
-            yield name, _parsed_variable(name, text, get_type_hints(group_of_setting[name], include_extras=True)[name])
+            yield name, _parsed_variable(name, text, _expected(name, group_of_setting))
+
+
+def _expected(name: str, group_of_setting: Mapping[str, type]) -> Any:
+    """Return the type of a setting."""
+    return get_type_hints(group_of_setting[name], include_extras=True)[name]
 
 
 def _is_of_kubernetes(name: str, text: str) -> bool:
@@ -92,6 +97,8 @@ def _of_file(
         seen[name] = str(key)
         try:
             if name in group_of_setting:
+                if isinstance(value, str) and "list[str]" in str(_expected(name, group_of_setting)):
+                    value = [value]  # one entry, as on the command line
                 yield name, check(name, own_value(name, value), group_of_setting[name])
             else:
                 without_harmless({name: value})

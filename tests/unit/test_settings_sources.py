@@ -91,6 +91,11 @@ def test_nested_settings_of_a_file_are_those_of_the_python_api(file: Path) -> No
     assert engine_settings(read("other", "--config", str(file)))["model"] == "other"
 
 
+def test_a_list_of_one_text_may_be_the_text(file: Path) -> None:
+    file.write_text("served-model-name: small\napi_key: a,b\n")
+    assert server_settings("--config", str(file)) == {"served_model_name": ["small"], "api_key": ["a,b"]}
+
+
 def test_settings_of_vllm_that_change_nothing_may_be_in_a_file(file: Path) -> None:
     file.write_text("disable-log-requests: true\nmax_logprobs: 20\nload_format: safetensors\nlog_level: debug\n")
     options = read("--config", str(file))
