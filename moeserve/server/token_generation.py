@@ -18,6 +18,9 @@ from moeserve.server.schema import Bounded, TokenId, by_position, finite, usage
 from moeserve.server.service import Service
 from moeserve.server.whole_outputs import reply_with_whole
 
+# prime-rl sends these among the sampling parameters. Token ids are always returned.
+OTHER_FIELDS = ("cache_salt", "return_token_ids")
+
 
 class TokensBody(BaseModel):
     token_ids: Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)]
@@ -38,10 +41,10 @@ def add_token_generation_route(app: FastAPI, service: Service, of_trainer: list[
     @app.post("/inference/v1/generate", dependencies=of_trainer)
     async def generate_tokens(body: TokensBody, request: Request) -> Reply:
         service.require_model(body.model)
-        given = dict(body.sampling_params)
-        salt = given.pop("cache_salt", None)  # prime-rl sends it there
+        given = {name: value for name, value in body.sampling_params.items() if name not in OTHER_FIELDS}
+        salt = body.cache_salt or body.sampling_params.get("cache_salt")
         params = SamplingParams.from_optional(**{"max_tokens": None} | given)
-        outputs = service.generate(request.state.client, body.token_ids, params, body.cache_salt or salt)
+        outputs = service.generate(request.state.client, body.token_ids, params, salt)
         start = params.routed_experts_prompt_start or 0
 
         def answer(output: RequestOutput) -> dict[str, Any]:

@@ -354,7 +354,7 @@ def test_sglang_routes_generate_and_update(server: RunningServer, tmp_path: Path
 def test_tokens_in_and_out(server: RunningServer) -> None:
     """As prime-rl's client sends and reads them."""
     prompt = [3, 1, 4, 1, 5]
-    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "cache_salt": "3"}
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "cache_salt": "3", "return_token_ids": True}
     body = {"token_ids": prompt, "sampling_params": params | {"logprobs": 1, "prompt_logprobs": 1}}
     with server.http(headers=ADMIN) as http:
         answer = http.post("/inference/v1/generate", json=body).json()
