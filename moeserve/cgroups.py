@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
+UNLIMITED = 2**60  # bytes; version 1 names a larger number where there is no limit
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -29,6 +30,48 @@ def memory_left(root: Path = ROOT) -> int | None:
     return min((left for folder in _folders("memory", root) for left in _memory_left(folder)), default=None)
 
 
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Return the bytes that this process and others of its cgroups may use together; None if no cgroup limits it.
+
+    Args:
+        root: as for `cpu_quota`.
+    """
+    limits = [int(limit) for folder in _folders("memory", root) for limit in _limits(folder) if limit.isdecimal()]
+    return min((limit for limit in limits if limit < UNLIMITED), default=None)
+
+
+def memory_kills(root: Path = ROOT) -> int:
+    """Return how many processes of this process's cgroup the kernel has killed for lack of memory, as far as it tells.
+
+    Args:
+        root: as for `cpu_quota`.
+    """
+    return sum(_kills(folder) for folder in _folders("memory", root, with_parents=False))
+
+
+def _kills(folder: Path) -> int:
+    counts = _words(folder / "memory.events") or _words(folder / "memory.oom_control")  # versions 2 and 1
+    count = dict(zip(counts[::2], counts[1::2], strict=False)).get("oom_kill", "")
+    return int(count) if count.isdecimal() else 0
+
+
+def _limits(folder: Path) -> list[str]:
+    """Return the limits of one cgroup in bytes, or words that mean that there is none."""
+    if _is_version_2(folder):  # processes that exceed `memory.high` are slowed down until they hardly proceed
+        return _words(folder / "memory.max") + _words(folder / "memory.high")
+    # The statistics also have the least limit of all parents, even of invisible ones.
+    return [*_words(folder / "memory.limit_in_bytes"), _statistics(folder).get("hierarchical_memory_limit", "")]
+
+
+def _is_version_2(folder: Path) -> bool:
+    return bool(_words(folder / "memory.current"))
+
+
+def _statistics(folder: Path) -> dict[str, str]:
+    words = _words(folder / "memory.stat")
+    return dict(zip(words[::2], words[1::2], strict=False))
+
+
 def _quotas(folder: Path) -> Iterator[float]:
     """Yield the quota of one cgroup in cores, if it has one."""
     quota_and_period = _words(folder / "cpu.max") or [  # version 2; "max 100000" if there is no limit
@@ -42,22 +85,15 @@ def _quotas(folder: Path) -> Iterator[float]:
 
 def _memory_left(folder: Path) -> Iterator[int]:
     """Yield the bytes that are left under each limit of one cgroup."""
-    statistics = _words(folder / "memory.stat")
-    statistic = dict(zip(statistics[::2], statistics[1::2], strict=False))
-    # Version 2. Processes that exceed `memory.high` are slowed down until they hardly proceed.
-    limits = _words(folder / "memory.max") + _words(folder / "memory.high")
-    usage = _words(folder / "memory.current")
-    cached = statistic.get("inactive_file", "0")
-    if not usage:  # version 1: memory.stat also has the minimum of all parents' limits, even of invisible parents
-        limits = [*_words(folder / "memory.limit_in_bytes"), statistic.get("hierarchical_memory_limit", "")]
-        usage = _words(folder / "memory.usage_in_bytes")
-        cached = statistic.get("total_inactive_file", "0")
-    for limit in limits:
+    is_version_2 = _is_version_2(folder)
+    usage = _words(folder / ("memory.current" if is_version_2 else "memory.usage_in_bytes"))
+    cached = _statistics(folder).get("inactive_file" if is_version_2 else "total_inactive_file", "0")
+    for limit in _limits(folder):
         if usage and limit.isdecimal():  # not "max"
             yield max(0, int(limit) - int(usage[0]) + int(cached))
 
 
-def _folders(controller: str, root: Path) -> Iterator[Path]:
+def _folders(controller: str, root: Path, *, with_parents: bool = True) -> Iterator[Path]:
     """Yield the folders of this process's cgroups with a controller, and of all their visible parents."""
     groups = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
     for line in _lines(root / "proc/self/mountinfo"):
@@ -77,7 +113,8 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
             is_below = PurePosixPath(group).is_relative_to(mounted_group)
             folder = top / PurePosixPath(group).relative_to(mounted_group) if is_below else top
             yield folder
-            yield from (parent for parent in folder.parents if parent.is_relative_to(top))
+            if with_parents:
+                yield from (parent for parent in folder.parents if parent.is_relative_to(top))
 
 
 def _lines(path: Path) -> list[str]:

@@ -74,7 +74,15 @@ def doze() -> None:
     time.sleep(2.0)
 
 
-FUNCTIONS = (kill, stop, divide, refuse, loop, loop_natively, loop_in_a_collective, doze)
+def exhaust_memory() -> None:
+    """Take memory until the kernel kills this process; it chooses this one first."""
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    taken = []
+    while True:
+        taken.append(b"x" * 2**20)
+
+
+FUNCTIONS = (kill, stop, divide, refuse, loop, loop_natively, loop_in_a_collective, doze, exhaust_memory)
 ACTIONS: dict[str, Callable[[], None]] = {function.__name__: function for function in FUNCTIONS}
 
 
@@ -85,7 +93,8 @@ class Fault:
     rank: int
     point: str  # of POINTS
     action: str  # of ACTIONS
-    call: int = 1  # which call of the point in a step: some have several in each layer
+    call: int = 1  # which call of the point in a step, from which on it does the thing: some have several in each layer
+    num_calls: int = 1  # in which it does it
     num_steps: int = 1
 
 
@@ -136,7 +145,8 @@ def _plant(fault: Fault, folder: Path) -> None:
     def act() -> None:
         nonlocal num_calls, num_done
         num_calls += 1
-        if num_calls == fault.call and num_done < fault.num_steps and (folder / "go").exists():
+        is_due = fault.call <= num_calls < fault.call + fault.num_calls and num_done < fault.num_steps * fault.num_calls
+        if is_due and (folder / "go").exists():
             num_done += 1
             _write(folder / "pid", os.getpid())
             _write(folder / "done", time.monotonic())

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from moeserve import errors
+from moeserve.cgroups import memory_kills, memory_limit
 from moeserve.errors import DistributedError, EngineError, MoeserveError
+from moeserve.machine import shown_bytes
 
 # Frames of torch that only forward a call from one layer of a model to the next are left out of tracebacks.
 FORWARDING_FILES = (
@@ -69,8 +71,17 @@ def as_error(report: FailureReport, context: str) -> MoeserveError:
     return EngineError(f"{context}: {report}")
 
 
-def shown_status(status: int) -> str:
-    """Return a description of an exit status for messages. A negative status is the number of a signal."""
+def shown_status(status: int, memory_kills_before: int) -> str:
+    """Return a description of an exit status for messages.
+
+    Args:
+        status: a negative one is the number of a signal.
+        memory_kills_before: `memory_kills` when the process was started.
+    """
+    if status == -signal.SIGKILL and memory_kills() > memory_kills_before:
+        limit = memory_limit()
+        what = "the memory of the host" if limit is None else f"the memory limit of its cgroup, {shown_bytes(limit)},"
+        return f"killed by SIGKILL ({what} was exhausted)"
     if status >= 0:
         return f"ended with exit status {status}"
     try:

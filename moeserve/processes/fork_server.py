@@ -32,6 +32,7 @@ from typing import NoReturn
 
 import msgspec
 
+from moeserve.cgroups import memory_kills
 from moeserve.errors import EngineError
 from moeserve.processes import child
 from moeserve.processes.channel import frame, receive_frame
@@ -79,6 +80,7 @@ class ForkedProcess:
         self._pidfd: int | None = pidfd
         self._reports = reports
         self._cause: str | None = None
+        self._memory_kills = memory_kills()
 
     @property
     def watched_fds(self) -> list[int]:
@@ -88,7 +90,8 @@ class ForkedProcess:
         if self._cause is None and self._has_ended(0.0):
             self._reports.settimeout(SECONDS_TO_REPORT)
             try:
-                self._cause = shown_status(msgspec.msgpack.decode(receive_frame(self._reports), type=int))
+                status = msgspec.msgpack.decode(receive_frame(self._reports), type=int)
+                self._cause = shown_status(status, self._memory_kills)
             except (EOFError, OSError):
                 self._cause = "ended; its exit status is unknown, because the fork server was killed or is stopped"
         return self._cause

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from moeserve.cgroups import memory_kills
 from moeserve.errors import EngineError
 from moeserve.processes.channel import frame
 from moeserve.processes.child import FIRST_BYTE, Launch
@@ -90,6 +91,7 @@ class SpawnedProcess:
         if not sys.executable:
             raise EngineError("sys.executable is empty, so this Python cannot start the processes of ranks")
         fd = channel.fileno()
+        self._memory_kills = memory_kills()
         self._process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "child", str(fd), target],
             pass_fds=[fd],
@@ -106,7 +108,7 @@ class SpawnedProcess:
 
     def exit_cause(self) -> str | None:
         status = self._process.poll()
-        return None if status is None else shown_status(status)
+        return None if status is None else shown_status(status, self._memory_kills)
 
     def kill(self) -> None:
         if self._process.poll() is None:

@@ -300,7 +300,7 @@ class Service:
 
     def reset_prefix_cache(self) -> None:
         """Make prefixes of earlier requests unfindable, by a new salt in the digests of later requests' blocks."""
-        self._cache_epoch = time.time_ns()
+        self._cache_epoch = max(self._cache_epoch + 1, time.time_ns())  # the clock may have been set back
 
     async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
         """Refuse new requests, and wait until running requests have ended. After a timeout, end them with an error.

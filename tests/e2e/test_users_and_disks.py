@@ -118,3 +118,48 @@ def test_the_newest_prefixes_replace_the_oldest_ones_on_a_full_disk(folder: Path
     assert run.returncode == 0, run.stderr
     assert "No space left on device" in run.stderr
     assert int(run.stdout.split()[1]) > 4
+
+
+PACKED = """
+import logging, sys
+from moeserve import LLM, SamplingParams
+from moeserve.models.checkpoint import packed_cache_writer
+from moeserve.worker.weight_sources import packed_entry
+
+logging.basicConfig(level=logging.INFO)
+packed_entry.MIN_CACHED_BYTES, packed_cache_writer.DELAY_SECONDS = 0, 0.0
+with LLM(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory="1MiB", num_threads=1) as llm:
+    packed_cache_writer.wait_for_cache_writers()
+    (output,) = llm.generate([[3, 4]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    print(len(output.outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ("size=64k", "are free in"),  # seen before anything is written
+        ("nr_inodes=2", "No space left on device"),  # when the file is made
+    ],
+)
+def test_a_full_disk_under_the_cache_of_packed_weights(folder: Path, tmp_path: Path, options: str, cause: str) -> None:
+    """The start goes on with one line of log, and nothing is left in the cache."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs root and unshare")
+    mount = f"mkdir -p {tmp_path}/cache && mount -t tmpfs -o {options},mode=700 none {tmp_path}/cache"
+    command = f'{mount} && "$0" "$@" && find {tmp_path}/cache -type f'
+    run = subprocess.run(
+        [*IN_NAMESPACE.split(), "sh", "-c", command, sys.executable, "-c", PACKED, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"MOESERVE_CACHE": f"{tmp_path}/cache"},
+    )
+    if "unshare:" in run.stderr or "mount:" in run.stderr:
+        pytest.skip(run.stderr)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "4\n"
+    lines = [line for line in run.stderr.splitlines() if "packed weights" in line]
+    assert len(lines) == 1, run.stderr
+    assert cause in lines[0]

@@ -4,21 +4,29 @@ The code is the engine's own: `Engine`, `DPRouter`, `WorkerGroup`, `WatchedProce
 of each engine process with `Replica`, `Scheduler` and `MultiprocExecutor`. This file supplies the client, the
 processes, the bytes between them (late, in pieces, through small buffers, or lost), and ranks that agree and sample.
 
-Invariants, named as in `replica_simulator.py`:
+Invariants (I7, that a replica which fails takes no part in another step, is checked by `replica_simulator.py`):
 
+- I1: all ranks of an epoch enter the same collectives in the same rounds.
+- I2: each expert of each layer has a slot, on the rank where tokens are sent to it.
 - I3: a request ends exactly once. A client's request that it did not abort ends complete, or with an error that has a
-  cause; without on_failure="end" it ends complete. Its tokens are those computed, none lost and none twice.
+  cause; without on_failure="end" it ends complete.
 - I4: an idle engine has no work, and its router knows of no load.
-- I8: between the end of a pause and the next resume no request gets a token, also if the engine restarts meanwhile. A
-  control ends, with an error only if the engine has failed.
-- I9: after an update of weights has ended, no token comes from older weights, also if the engine restarts meanwhile.
+- I5: the ranks of a replica run as many tokens as it has announced.
+- I6: the numbers of a replica's rounds only grow.
+- I8: copies of an expert are of the same version.
+- I9: epochs only grow, and a rank that serves is in the last one.
+- I10: the tokens that a client has are the first ones of those computed: none is lost, withdrawn or sent twice.
+- I11: a rank is dead before another one takes its place.
+- I12: after an update of weights has ended, no token comes from older weights, also if the engine restarts meanwhile.
+- pause: between the end of a pause and the next resume no request gets a token, also if the engine restarts meanwhile.
+  A control ends, with an error only if the engine has failed.
 - false death: without a fault no process is declared dead, however slowly it loads or steps within the timeouts.
 - deadlock: a fault is noticed, and every call returns, within virtual seconds that follow from the timeouts.
 - slow: with on_failure="end", requests end within 5 s of a failure, and of a hang within the timeouts.
 - crash: a call of the client raises nothing but the named errors.
 - orphans: after the shutdown no process is left, and every worker group was released once.
 - survivors: with on_failure="recover", a rank that is killed or raises is the only one whose weights are loaded again.
-- I11: a rank is dead before another one takes its place.
+  Ranks that are left keep their process and their experts when others are left out.
 """
 
 from __future__ import annotations
@@ -34,6 +42,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from scenario import BLOCK_SIZE, END_TOKEN, HEARTBEAT_S, MAX_MODEL_LEN, InvariantViolation, sampled_token, whole_output
 from simulated_processes import BUFFER_BYTES, SimulatedProcess
+from simulated_weights import HeldExperts, check_experts, model_folder, placements_of
 from virtual_time import World
 
 from moeserve.addresses import StoreAddress
@@ -56,7 +65,15 @@ from moeserve.engine.engine import Engine
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import FromReplica, ToReplica
 from moeserve.engine.replica_process import serve_epochs
-from moeserve.errors import DistributedError, EngineError, RequestError, StaleWeightsError
+from moeserve.errors import (
+    CheckpointError,
+    DistributedError,
+    EngineError,
+    RequestError,
+    ScaleError,
+    ScalingInProgressError,
+    StaleWeightsError,
+)
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import WatchedProcess, collect_failures
@@ -70,6 +87,8 @@ STEP_TIMEOUT_S, LOAD_TIMEOUT_S, COLLECTIVE_TIMEOUT_S = 20, 60, 10
 NUM_BLOCKS = 20
 # A hang is noticed after two step timeouts without a message, and the engine is loaded again. Three times, at most.
 LONGEST_S = 400.0
+SECONDS_TO_JOIN = 30.0  # for replicas that were left out
+TURNS_OF_A_REPLICA = 30_000  # more than any run takes
 
 Fault: TypeAlias = Literal[
     "none",
@@ -100,7 +119,7 @@ class EngineScenario:
     seed: int
     num_replicas: int = 3
     num_requests: int = 20
-    on_failure: Literal["end", "restart", "recover"] = "restart"
+    on_failure: Literal["end", "restart", "recover", "shrink"] = "restart"
     fault: Fault = "none"
     fault_s: float = 0.0  # after the first request
     reload: Reload = "well"
@@ -110,6 +129,8 @@ class EngineScenario:
     bad_share: float = 0.1  # requests that cannot be encoded
     num_pauses: int = 0  # each followed by a resume
     kills: frozenset[Point] = frozenset()  # where ranks are killed, besides the fault
+    num_refusals: int = 0  # of ranks that are started later and cannot load, so that replicas are left out
+    span_s: float = 3.0  # in which requests arrive
 
     @classmethod
     def drawn(cls, seed: int) -> EngineScenario:
@@ -127,17 +148,27 @@ class EngineScenario:
             num_pauses=dice.choice([0, 1, 3]),
         )
 
+    @classmethod
+    def history(cls, num_replicas: int, seed: int) -> EngineScenario:
+        """Return a random history of kills, recoveries, replicas that are left out, and replicas that join again."""
+        dice = random.Random(f"{num_replicas} {seed}")
 
-FACTS = CheckpointFacts(
-    path="somewhere",
-    dtype="bfloat16",
-    vocab_size=100,
-    max_position_embeddings=MAX_MODEL_LEN,
-    tensor_parallel_sizes=(1,),
-    num_layers=2,
-    num_sparse_layers=2,
-    num_experts=8,
-)
+        def point(epoch: int) -> Point:
+            return Point(epoch, dice.randrange(num_replicas), dice.randrange(-1 if epoch else 0, 4))
+
+        on_failure, epochs = dice.choice(["recover", "recover", "shrink"]), dice.choice([(0,), (0, 1), (0, 0, 1, 2)])
+        return cls(
+            seed=seed,
+            num_replicas=num_replicas,
+            num_requests=max(20, num_replicas // 2),
+            on_failure=on_failure,
+            load_s=dice.choice([0.1, 1.0]),
+            abort_share=0.1,
+            bad_share=0.0,
+            kills=frozenset(map(point, epochs)),
+            num_refusals=dice.choice([0, 1, 2]) if on_failure == "recover" else 0,
+            span_s=1.0,
+        )
 
 
 def config_of(scenario: EngineScenario, num_replicas: int | None = None) -> EngineConfig:
@@ -154,18 +185,32 @@ def config_of(scenario: EngineScenario, num_replicas: int | None = None) -> Engi
         "max_num_batched_tokens": 8,
         "block_size": BLOCK_SIZE,
     }
-    return resolve(parse_settings(settings), FACTS, MachineFacts(num_cores=8))
+    num_experts = max(8, scenario.num_replicas)
+    facts = CheckpointFacts(
+        path=model_folder(num_experts),
+        dtype="bfloat16",
+        vocab_size=100,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tensor_parallel_sizes=(1,),
+        num_layers=2,
+        num_sparse_layers=2,
+        num_experts=num_experts,
+    )
+    return resolve(parse_settings(settings), facts, MachineFacts(num_cores=scenario.num_replicas))
 
 
 class _Ranks:
     """The collectives of the ranks of one worker group in one epoch, and their model."""
 
-    def __init__(self, world: World, scenario: EngineScenario, num_replicas: int) -> None:
-        self.world = world
-        self.scenario = scenario
-        self.num_replicas = num_replicas
+    def __init__(self, simulation: _EngineSimulation, config: EngineConfig) -> None:
+        self.simulation, self.world, self.scenario = simulation, simulation.world, simulation.scenario
+        self.num_replicas = config.parallel.data_parallel_size
+        self.placements = placements_of(config)
         self.members: dict[int, SimulatedProcess] = {}  # that have joined, by replica
-        self.is_left = False  # a rank has left the epoch, or the store where ranks meet is closed
+        self.experts: dict[int, HeldExperts] = {}  # of members
+        self.kinds: dict[int, str] = {}  # what all ranks do in a round
+        self.numbers: dict[int, int] = {}  # of the last round, by replica
+        self.is_broken = False  # a rank has left the epoch or ended, or the store where ranks meet is closed
         self.rows: dict[int, dict[int, list[int]]] = {}  # by round and replica
         self.steps: dict[int, set[int]] = {}  # replicas that have entered the step of a round
         self.outcomes: dict[int, Outcome] = {}  # of commands that concern weights, by round
@@ -176,6 +221,7 @@ class _Ranks:
         self._wait_for_all(self.rows[number])
         rows = [self.rows[number][index] for index in range(self.num_replicas)]
         agreement = agree(rows, number=number, num_replicas=len(rows))
+        self._check_round(replica, work, agreement)
         if agreement.is_idle or agreement.ends_all:
             return RoundResult(agreement=agreement)
         if agreement.control and isinstance(work.command, StartUpdate | FinishUpdate):
@@ -185,6 +231,7 @@ class _Ranks:
                 self.outcomes[number] = Outcome(
                     error=error, is_open=self.is_updating, is_whole=not self.is_updating and not error
                 )
+            self.experts[replica].version += self.outcomes[number].is_whole
             return RoundResult(agreement=agreement, outcome=self.outcomes[number])
         return self._step(replica, table, agreement, work.plan)
 
@@ -207,14 +254,30 @@ class _Ranks:
         table.append_tokens(chunks, [token_id for each in results for token_id in each.token_ids])
         return RoundResult(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
 
-    def join(self, replica: int, process: SimulatedProcess) -> None:
+    def _check_round(self, replica: int, work: Round, agreement: Agreement) -> None:
+        require, number = self.simulation.require, agreement.number
+        kind = "idle" if agreement.is_idle else "end" if agreement.ends_all else f"control {agreement.control}"
+        require(self.kinds.setdefault(number, kind) == kind, "I1", f"{replica} enters {kind} in round {number}")
+        require(number > self.numbers.get(replica, -1), "I6", f"{replica} runs round {number} after a later one")
+        self.numbers[replica] = number
+        num_tokens = work.plan.num_tokens if work.plan else 0
+        is_announced = agreement.is_idle or agreement.ends_all or num_tokens == agreement.num_tokens[replica]
+        require(is_announced, "I5", f"{replica} runs {num_tokens} tokens in round {number}: {agreement}")
+
+    def join(self, replica: int, process: SimulatedProcess, experts: HeldExperts) -> None:
         """Wait until all ranks have joined this epoch."""
-        self.members[replica] = process
+        simulation = self.simulation
+        experts.take(self.placements, replica, simulation.require)
+        self.members[replica], self.experts[replica] = process, experts
+        process.when_ended.append(self.leave)
+        if len(self.members) == self.num_replicas and not self.is_broken:
+            held = [self.experts[index] for index in range(self.num_replicas)]
+            check_experts(self.placements, held, simulation.require)
+            simulation.check_survivors(self.members)
         self._wait_for_all(self.members, LOAD_TIMEOUT_S)
 
-    @property
-    def is_broken(self) -> bool:
-        return self.is_left or any(member.exit_cause() is not None for member in self.members.values())
+    def leave(self) -> None:
+        self.is_broken = True
 
     def _wait_for_all(self, entered: Any, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         self.world.wait(lambda: len(entered) == self.num_replicas or self.is_broken, timeout_s)
@@ -235,6 +298,8 @@ class _Sent:
 @dataclass(frozen=True)
 class EngineReport:
     num_groups: int  # worker groups that were started
+    num_left_out: int  # times that replicas were left out
+    num_killed: int
     ends: dict[str, int]
     virtual_s: float
     num_turns: int
@@ -278,7 +343,8 @@ class _Starter:
         self._open()
 
     def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:
-        self._simulation.ranks[self._store.key].is_left = True
+        self._simulation.ranks[self._store.key].is_broken = True
+        self._simulation.leave_out(survivors)
         self._config = config
         self._open()
 
@@ -295,9 +361,9 @@ class _Starter:
         return simulation.watched(engine, FromReplica)
 
     def _open(self) -> None:
-        simulation, num_replicas = self._simulation, self._config.parallel.data_parallel_size
+        simulation = self._simulation
         self._store = StoreAddress(key=str(len(simulation.ranks)))
-        simulation.ranks[self._store.key] = _Ranks(simulation.world, simulation.scenario, num_replicas)
+        simulation.ranks[self._store.key] = _Ranks(simulation, self._config)
 
 
 class _Rank:
@@ -308,6 +374,8 @@ class _Rank:
     ) -> None:
         self._simulation, self._start, self._channel, self._process = simulation, start, channel, process
         self._is_out_of_step = False
+        self._experts = HeldExperts()
+        self._epoch = -1
 
     def run(self) -> None:
         self._join(self._start.epoch, self._start.store)
@@ -316,7 +384,8 @@ class _Rank:
                 if isinstance(message, Leave):
                     return
                 if isinstance(message, Rejoin):
-                    self._ranks.is_left = True
+                    self._ranks.is_broken = True
+                    self._start = message.start
                     self._trying(functools.partial(self._join, message.start.epoch, message.start.store))
                 elif not self._is_out_of_step:
                     self._trying(functools.partial(self._execute, message))
@@ -327,13 +396,15 @@ class _Rank:
         except DistributedError as error:
             if not self._start.config.recovers_in_place:
                 raise
-            self._ranks.is_left = self._is_out_of_step = True
+            self._ranks.is_broken = self._is_out_of_step = True
             self._channel.send(Faulted(self._epoch, report_of(error, self._process.name)))
 
     def _join(self, epoch: int, store: StoreAddress) -> None:
-        self._epoch, self._ranks, self._number = epoch, self._simulation.ranks[store.key], -1
+        simulation, before = self._simulation, self._epoch
+        simulation.require(epoch > before, "I9", f"{self._process.name} enters epoch {epoch} after {before}")
+        self._epoch, self._ranks, self._number = epoch, simulation.ranks[store.key], -1
         self._may_be_killed()
-        self._ranks.join(self._start.rank, self._process)
+        self._ranks.join(self._start.rank, self._process, self._experts)
         self._table = RequestTable(self._start.config.schedule.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE)
         self._number, self._is_out_of_step = 0, False
         self._channel.send(Loaded(NUM_BLOCKS, epoch=epoch))
@@ -343,7 +414,7 @@ class _Rank:
         point, simulation = Point(self._epoch, self._start.rank, self._number), self._simulation
         if point in simulation.kills:
             simulation.kills.discard(point)
-            simulation.num_killed += 1
+            simulation.victims.append(self._process)
             simulation.fault_at = simulation.world.now
             self._process.kill()
             simulation.world.wait(lambda: False)
@@ -366,13 +437,17 @@ class _EngineSimulation:
         self.scenario = scenario
         self.engine_class = engine_class
         self.channel_class = channel_class
-        self.world = World(scenario.seed, LONGEST_S)
+        self.world = World(scenario.seed, LONGEST_S, TURNS_OF_A_REPLICA * scenario.num_replicas)
         self.processes: list[SimulatedProcess] = []
         self.engines: list[SimulatedProcess] = []  # of the newest group
         self.num_groups = self.num_released = self.num_loads = 0  # loads of ranks
+        self.group_sizes: list[int] = []
         self.has_hung = False  # while it loaded
         self.kills = set(scenario.kills)
-        self.num_killed = 0
+        self.victims: list[SimulatedProcess] = []  # that were killed there
+        self.settled: list[SimulatedProcess] = []  # the ranks that have served together last
+        self.num_refusals = scenario.num_refusals
+        self.num_left_out = 0  # epochs that began with fewer replicas
         self.ranks: dict[str, _Ranks] = {}  # by store
         self.raises_in: int | None = None  # the replica whose rank fails in its next step
         self.fault_at: float | None = None
@@ -389,6 +464,7 @@ class _EngineSimulation:
 
     def start(self, config: EngineConfig) -> WorkerGroup:
         self.num_groups += 1
+        self.group_sizes.append(config.parallel.data_parallel_size)
         if self.num_groups == 2 and self.scenario.reload == "fails once":
             raise EngineError("no resources yet")
         starter = _Starter(self, config)
@@ -436,6 +512,11 @@ class _EngineSimulation:
         channel = self.channel_class(process.link.theirs, ToRank)
         self.num_loads += 1
         is_reload = self.num_loads > self.scenario.num_replicas
+        if is_reload and self.num_refusals:
+            self.num_refusals -= 1
+            self.fault_at = self.world.now
+            process.fail(channel, [report_of(CheckpointError("planted"), process.name)])
+            return
         hangs = is_reload and self.scenario.reload == "hangs once" and not self.has_hung
         self.has_hung |= hangs
         slow = is_reload and self.scenario.reload == "slow"
@@ -444,6 +525,18 @@ class _EngineSimulation:
             _Rank(self, start, channel, process).run()
         except Exception as error:
             process.fail(channel, [report_of(error, process.name)])
+
+    def leave_out(self, survivors: Sequence[int]) -> None:
+        """Note which replicas are left when an epoch begins."""
+        self.num_left_out += len(self.settled) > len(survivors)
+        self.settled = [self.settled[index] for index in survivors if index < len(self.settled)]
+
+    def check_survivors(self, members: dict[int, SimulatedProcess]) -> None:
+        """Check that each rank that has served before, and was not killed, is a member of the epoch that begins."""
+        lost = [each.name for each in self.settled if each not in members.values() and each not in self.victims]
+        may_replace_all = not self.scenario.kills or len(self.settled) != len(members)
+        self.require(not lost or may_replace_all, "survivors", f"{lost} were replaced")
+        self.settled = [members[index] for index in range(len(members))]
 
     def inject_fault(self) -> None:
         fault, replica = self.scenario.fault, self.world.dice.randrange(self.scenario.num_replicas)
@@ -483,7 +576,7 @@ class _EngineSimulation:
             raise InvariantViolation("false death", str(error)) from error
         begun_s = world.now
         for number in range(scenario.num_requests):
-            world.at(begun_s + dice.uniform(0.0, 3.0), functools.partial(self.queue, self.add, number))
+            world.at(begun_s + dice.uniform(0.0, scenario.span_s), functools.partial(self.queue, self.add, number))
         if scenario.fault != "none":
             world.at(begun_s + scenario.fault_s, self.inject_fault)
         if scenario.num_pauses:
@@ -499,15 +592,12 @@ class _EngineSimulation:
                 world.wait(lambda: self.due, 10 * STEP_TIMEOUT_S)
         self.check_requests()
         self.renew_weights()
+        self.wait_for_all_replicas()
         if scenario.fault == "none" or scenario.on_failure != "end":
             self.check_idle()
         is_seen = scenario.fault in ("kill rank", "raise", "kill engine") and self.fault_at is not None
         if scenario.kills:
-            # One that was about to join is replaced too if another one fails meanwhile.
-            num_most = self.num_killed + any(point.round < 0 for point in scenario.kills)
-            num_loads = self.num_loads - scenario.num_replicas
-            is_kept = self.num_groups == 1 and self.num_killed <= num_loads <= num_most
-            self.require(is_kept, "survivors", f"{self.num_groups} groups, {num_loads} loads, {self.num_killed} kills")
+            self.check_loads()
         if scenario.on_failure == "recover" and is_seen and scenario.reload == "well" and self.version == 0:
             is_only_one = (self.num_groups, self.num_loads - scenario.num_replicas) <= (1, 1)
             self.require(is_only_one, "survivors", f"{self.num_groups} groups, {self.num_loads} loads")
@@ -516,8 +606,46 @@ class _EngineSimulation:
         self.require(not alive, "orphans", f"these are left: {alive}")
         num_started = self.num_groups - (self.num_groups > 1 and scenario.reload == "fails once")
         self.require(self.num_released == num_started, "orphans", f"{self.num_released} releases of {num_started}")
-        if scenario.fault == "none":
+        if scenario.fault == "none" and not scenario.kills:
             self.require(self.num_groups == 1, "false death", f"{self.num_groups} groups were started")
+
+    def wait_for_all_replicas(self) -> None:
+        """Send requests until replicas that were left out have joined again."""
+        engine, scenario, number = self.engine, self.scenario, 10**5
+        latest_s = self.world.now + SECONDS_TO_JOIN
+        while scenario.kills and len(engine.replica_stats) < scenario.num_replicas:
+            if scenario.on_failure == "shrink":
+                with contextlib.suppress(ScalingInProgressError):
+                    self.scale()
+            self.require(self.world.now < latest_s, "survivors", "replicas that were left out do not join again")
+            self.add(number)
+            number += 1
+            while engine.has_work:
+                self.take(engine.step())
+            self.world.wait(lambda: False, HEARTBEAT_S)
+
+    def scale(self) -> None:
+        """Let replicas join that were left out. A failure meanwhile may cancel that."""
+
+        def note(done: Future[None]) -> None:
+            error = done.exception()
+            self.require(error is None or isinstance(error, ScaleError), "crash", f"scaling fails: {error}")
+
+        self.engine.scale(self.scenario.num_replicas).add_done_callback(note)
+
+    def check_loads(self) -> None:
+        """Check that no rank has loaded the model but those of new replicas, and those that replace others."""
+        kills, num_killed = self.scenario.kills, len(self.victims)
+        num_refused = self.scenario.num_refusals - self.num_refusals
+        # Those that are about to join are replaced too if another one fails meanwhile.
+        num_most = (num_killed + num_refused) * (1 + sum(point.round < 0 for point in kills))
+        num_loads = self.num_loads - sum(self.group_sizes)
+        is_kept = num_loads <= num_most and (self.num_left_out or num_killed <= num_loads)
+        what = f"{self.group_sizes} replicas, {num_loads} loads, {num_killed} kills, {num_refused} refusals"
+        self.require(is_kept and (self.num_groups == 1 or self.num_left_out > 0), "survivors", what)
+        # A rank can be replaced unless it cannot load, or three others fail meanwhile.
+        may_leave_out = self.scenario.on_failure == "shrink" or num_refused > 0 or num_killed > 3
+        self.require(may_leave_out or not self.num_left_out, "survivors", f"replicas were left out: {what}")
 
     def renew_weights(self) -> None:
         """Update the weights if they are stale after a failure."""
@@ -525,7 +653,7 @@ class _EngineSimulation:
             self.run_control(StartUpdate())
             self.run_control(FinishUpdate(version=str(self.version + 1), salt=b"new"))
             weights = self.engine.weights
-            self.require(not weights.is_stale, "I9", f"the weights are stale after an update: {weights}")
+            self.require(not weights.is_stale, "I12", f"the weights are stale after an update: {weights}")
 
     def run_control(self, command: Command) -> None:
         ended = self.engine.control(command)
@@ -590,7 +718,7 @@ class _EngineSimulation:
         """Finish an update, with the next version, or begin it again if the engine has restarted."""
         is_lost = not self.engine.weights.is_updating
         if is_lost:
-            self.require(self.fault_at is not None, "I9", f"an update is lost: {self.engine.weights}")
+            self.require(self.fault_at is not None, "I12", f"an update is lost: {self.engine.weights}")
             self.start_update()
             return
         self.control(FinishUpdate(version=str(self.version + 1), salt=b"new"), self.pause, 0.5)
@@ -598,7 +726,7 @@ class _EngineSimulation:
     def note_update(self, result: ControlResult | None) -> None:
         """Note the end of an update, or begin it again after a failure."""
         if result is None or result.outcome is None or result.outcome.error:
-            self.require(self.fault_at is not None, "I9", f"an update fails: {result}")
+            self.require(self.fault_at is not None, "I12", f"an update fails: {result}")
             self.world.at(self.world.now + 0.5, functools.partial(self.queue, self.start_update))
             return
         self.version += 1
@@ -608,7 +736,7 @@ class _EngineSimulation:
 
         def note(ended: Future[ControlResult]) -> None:
             error = ended.exception()
-            self.require(error is None or self.fault_at is not None, "I8", f"{command} fails: {error}")
+            self.require(error is None or self.fault_at is not None, "pause", f"{command} fails: {error}")
             self.is_paused = self.engine.is_paused
             if isinstance(command, FinishUpdate):
                 version = self.version
@@ -635,16 +763,16 @@ class _EngineSimulation:
         for update in updates:
             version = 0 if update.weight_version == INITIAL_VERSION else int(update.weight_version)
             is_new = version >= self.version or not update.token_ids
-            self.require(is_new, "I9", f"a token of older weights than {self.version}: {update}")
+            self.require(is_new, "I12", f"a token of older weights than {self.version}: {update}")
             is_quiet = not (self.is_paused and update.token_ids)
-            self.require(is_quiet, "I8", f"a token during a pause: {update}")
+            self.require(is_quiet, "pause", f"a token during a pause: {update}")
             self.require(update.request_id in self.sent, "I3", f"a request that was refused has an update: {update}")
             known = self.sent[update.request_id]
             self.require(known.end is None, "I3", f"an update after the end: {update}")
             known.token_ids += update.token_ids
             tokens, finish_reason = whole_output(known.request)
             begun = known.token_ids == tokens[: len(known.token_ids)]
-            self.require(begun, "I3", f"request {update.request_id} has {known.token_ids}, not {tokens}")
+            self.require(begun, "I10", f"request {update.request_id} has {known.token_ids}, not {tokens}")
             if update.finish_reason is None:
                 continue
             known.end = update
@@ -692,7 +820,7 @@ class _EngineSimulation:
         is_free = before == [NUM_BLOCKS] * len(before) or self.is_silent
         self.require(is_free, "I4", f"blocks are in use: {before} of {NUM_BLOCKS}")
         num_groups = self.num_groups
-        for number in range(self.scenario.num_replicas):
+        for number in range(len(before)):
             request = Request(
                 request_id=f"last {number}",
                 prompt_token_ids=[dice.randrange(100) for _ in range(4)],
@@ -715,11 +843,19 @@ class _EngineSimulation:
 
     def require(self, holds: bool, invariant: str, message: str) -> None:
         if not holds:
-            raise InvariantViolation(invariant, f"at {self.world.now:.2f} s: {message}")
+            self.world.violation = InvariantViolation(invariant, f"at {self.world.now:.2f} s: {message}")
+            raise self.world.violation
 
     def report(self) -> EngineReport:
         kinds = Counter(
             "error" if known.end and known.end.error else (known.end.finish_reason or "") if known.end else ""
             for known in self.sent.values()
         )
-        return EngineReport(self.num_groups, dict(sorted(kinds.items())), self.world.now, self.world.num_turns)
+        return EngineReport(
+            self.num_groups,
+            self.num_left_out,
+            len(self.victims),
+            dict(sorted(kinds.items())),
+            self.world.now,
+            self.world.num_turns,
+        )

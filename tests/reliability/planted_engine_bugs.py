@@ -187,9 +187,9 @@ class PlantedInEngine:
 PLANTED_IN_ENGINE = [
     PlantedInEngine(FailsQuietly, {"I3"}),
     PlantedInEngine(BooksBeforeEncoding, {"I3", "I4"}),
-    PlantedInEngine(ResumesFromTheStart, {"I3"}),
+    PlantedInEngine(ResumesFromTheStart, {"I3", "I10"}),
     PlantedInEngine(ForgetsAborts, {"I3"}),
-    PlantedInEngine(ServesOldWeights, {"I9"}),
+    PlantedInEngine(ServesOldWeights, {"I12"}),
     PlantedInEngine(NeverNoticesSilence, {"deadlock"}),
     PlantedInEngine(ExpectsAQuickStart, {"false death"}),
     PlantedInEngine(WaitsForLoadingForEver, {"deadlock"}),
@@ -198,7 +198,7 @@ PLANTED_IN_ENGINE = [
     PlantedInEngine(RouterIgnoresLoad, {"I4"}),
     PlantedInEngine(ForgetsRequests, {"deadlock", "survivors"}),
     PlantedInEngine(ReplacesEveryReplica, {"survivors"}),
-    PlantedInEngine(LosesPieces, {"I3", "false death", "deadlock"}),
-    PlantedInEngine(DropsWhatDoesNotFit, {"I3", "deadlock"}),
+    PlantedInEngine(LosesPieces, {"I3", "I10", "false death", "deadlock"}),
+    PlantedInEngine(DropsWhatDoesNotFit, {"I3", "false death", "deadlock"}),
     PlantedInEngine(OverlooksTheEnd, {"livelock", "slow"}),
 ]

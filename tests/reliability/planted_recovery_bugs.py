@@ -1,4 +1,4 @@
-"""Recoveries with one bug each, which every search over two killed ranks must find."""
+"""Recoveries with one bug each, which searches over killed ranks must find."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from moeserve.engine import engine, recovery
+from moeserve.engine.growing_back import GrowingBack
 from moeserve.engine.hang_watch import Finding
 from moeserve.engine.recovery import Recovery
+from moeserve.layers.moe.placement import handover
+from moeserve.layers.moe.placement.placement import Placement
 from moeserve.processes.failures import FailureReport
 from moeserve.processes.supervision import wait_for_messages
 from moeserve.scheduling.scheduler import Scheduler
@@ -47,6 +50,22 @@ def overlook_further_failures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "Recovery", OverlooksFurtherFailures)
 
 
+def place_experts_anew(patch: pytest.MonkeyPatch) -> None:
+    """Survivors get other experts than those that they have."""
+    hand_over = handover.hand_over
+
+    def reversed_slots(before: Placement, survivors: Sequence[int]) -> Placement:
+        after = hand_over(before, survivors)
+        return Placement(after.logical_of_slot[::-1], after.num_logical)
+
+    patch.setattr(handover, "hand_over", reversed_slots)
+
+
+def forget_those_left_out(patch: pytest.MonkeyPatch) -> None:
+    """Replicas that were left out never start again."""
+    patch.setattr(GrowingBack, "_is_due", lambda self, num_replicas: False)
+
+
 def keep_the_epoch(patch: pytest.MonkeyPatch) -> None:
     """See `KeepsTheEpoch`."""
     patch.setattr(engine, "Recovery", KeepsTheEpoch)
@@ -58,3 +77,6 @@ PLANTED_IN_RECOVERY: list[Any] = [
     overlook_further_failures,
     keep_the_epoch,
 ]
+
+# These need replicas that are left out.
+PLANTED_IN_HISTORIES: list[Any] = [*PLANTED_IN_RECOVERY, place_experts_anew, forget_those_left_out]

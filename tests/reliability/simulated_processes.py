@@ -25,36 +25,51 @@ class Direction:
         self.world = world
         self.source, self.target = source, target
         self.bytes = bytearray()
-        self.next_s = 0.0  # of the next piece
         self.is_cut = False  # all bytes are lost
-        self.has_ended = False
+        self._is_sending = self._has_ended = False
+        world.when_readable(source.fileno(), self._read)
 
-    def carry(self) -> None:
-        if len(self.bytes) < BUFFER_BYTES and not self.has_ended:
-            try:
-                piece = self.source.recv(BUFFER_BYTES)
-            except BlockingIOError:
-                pass
-            except ConnectionResetError:
-                self.has_ended = True
-            else:
-                self.has_ended = not piece
-                self.bytes += piece
-                self._wait_a_moment()
+    def close(self) -> None:
+        self.world.when_readable(self.source.fileno(), None)
+        self.bytes.clear()
+        self._has_ended = False
+        self.source.close()
+
+    def _read(self) -> None:
+        try:
+            piece = self.source.recv(BUFFER_BYTES)
+        except ConnectionResetError:
+            piece = b""
+        self.bytes += piece
+        self._has_ended = not piece
+        if self._has_ended or len(self.bytes) >= BUFFER_BYTES:
+            self.world.when_readable(self.source.fileno(), None)
+        self._send_later()
+
+    def _send_later(self) -> None:
+        if not self._is_sending:
+            self._is_sending = True
+            self.world.at(self.world.now + self.world.dice.uniform(0.0, 0.001), self._send)
+
+    def _send(self) -> None:
+        self._is_sending = False
         if self.is_cut:
             self.bytes.clear()
-        elif self.bytes and self.next_s <= self.world.now:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                size = self.world.dice.choice([1, 7, 100, BUFFER_BYTES])
+        if self.bytes:
+            size = self.world.dice.choice([1, 7, 100, BUFFER_BYTES])
+            try:
                 del self.bytes[: self.target.send(memoryview(self.bytes)[:size], socket.MSG_NOSIGNAL)]
-            self._wait_a_moment()
-        elif self.has_ended and not self.bytes:
+            except BlockingIOError:
+                pass
+            except BrokenPipeError:
+                self.bytes.clear()
+        if self.bytes:
+            self._send_later()
+        elif self._has_ended:
             with contextlib.suppress(OSError):
                 self.target.shutdown(socket.SHUT_WR)
-
-    def _wait_a_moment(self) -> None:
-        self.next_s = self.world.now + self.world.dice.uniform(0.0, 0.001)
-        self.world.at(self.next_s, lambda: None)
+        if len(self.bytes) < BUFFER_BYTES and not self._has_ended and self.source.fileno() >= 0:
+            self.world.when_readable(self.source.fileno(), self._read)
 
 
 class Link:
@@ -66,18 +81,12 @@ class Link:
         for each in (self.ours, here, there, self.theirs):
             each.setblocking(False)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        self._between = here, there
         self.to, self.back = Direction(world, here, there), Direction(world, there, here)
-        world.between_turns += [self.to.carry, self.back.carry]
-        self._world = world
 
     def close(self) -> None:
         """Lose the connection, and what is on its way."""
         for direction in (self.to, self.back):
-            if direction.carry in self._world.between_turns:
-                self._world.between_turns.remove(direction.carry)
-        for each in self._between:
-            each.close()
+            direction.close()
 
 
 class SimulatedProcess:
@@ -88,6 +97,7 @@ class SimulatedProcess:
         self.name = name
         self.link = Link(world)
         self.children: list[SimulatedProcess] = []
+        self.when_ended: list[Callable[[], None]] = []
         self._ended_fd = os.eventfd(0)
         self._cause: str | None = None
         self._is_closed = False
@@ -122,9 +132,11 @@ class SimulatedProcess:
         """End the process and its children, which watch it."""
         if self._cause is None:
             self._cause = cause
-            self.task.is_killed = True
+            self.world.kill(self.task)
             self.link.theirs.close()
             os.eventfd_write(self._ended_fd, 1)
+            for act in self.when_ended:
+                act()
             for child in self.children:
                 child.end("killed by SIGKILL")
 

@@ -14,7 +14,7 @@ from planted import Planted
 from rank_processes import assert_gone, living_ranks
 from reference_models import Reference
 
-from moeserve import LLM
+from moeserve import LLM, SamplingParams
 from moeserve.engine import growing_back
 
 pytestmark = pytest.mark.ranks
@@ -63,6 +63,33 @@ def test_replicas_are_left_out_one_after_the_other_and_join_again(
             assert len(living_ranks()) == size * num_tp
     assert sum("left out" in message for message in caplog.messages) == num_replicas - 1
     print(layout, {name: round(pause_s, 2) for name, pause_s in pauses.items()}, file=sys.stderr)
+
+
+def work_of_replicas(llm: LLM, reference: Reference) -> list[tuple[int, int]]:
+    """Return the numbers of tokens and of steps in which each replica computes 16 requests together with the others."""
+
+    def totals() -> list[tuple[int, int]]:
+        return [(each.steps.num_tokens, sum(each.steps.num_steps_of_size)) for each in llm.core.replica_stats]
+
+    before, params = totals(), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    llm.generate(reference.prompts(*[12] * NUM_STREAMS, seed=7), params, use_tqdm=False)
+    return [(now[0] - then[0], now[1] - then[1]) for now, then in zip(totals(), before, strict=True)]
+
+
+@pytest.mark.slow
+def test_replicas_that_have_joined_again_do_the_work_in_as_many_steps_as_new_ones(reference: Reference) -> None:
+    options = dict(data_parallel_size=4) | SETTINGS
+    with LLM(reference.folder, **options) as llm:
+        fresh = work_of_replicas(llm, reference)
+    with LLM(reference.folder, **options, on_failure="shrink") as llm:
+        for replica in (3, 1, 0):
+            by_number(living_ranks())[replica].kill()
+            llm.generate([[1, 2, 3]], use_tqdm=False)
+        assert len(llm.core.replica_stats) == 1
+        llm.scale(4)
+        again = work_of_replicas(llm, reference)
+    assert [num_tokens for num_tokens, _ in again] == [num_tokens for num_tokens, _ in fresh]
+    assert max(num_steps for _, num_steps in again) <= 1.1 * max(num_steps for _, num_steps in fresh)
 
 
 def test_a_replica_that_cannot_be_replaced_is_left_out_until_it_can_start_again(

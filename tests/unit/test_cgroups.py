@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from reference_models import Reference
 
-from moeserve.cgroups import cpu_quota, memory_left
+from moeserve.cgroups import cpu_quota, memory_kills, memory_left, memory_limit
 
 V1_CPU = "29 23 0:30 / {mounts}/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct"
 V1_MEMORY = "30 23 0:31 / {mounts}/memory rw,relatime - cgroup cgroup rw,memory"
@@ -147,9 +147,49 @@ def test_the_least_memory_left_in_all_groups_above_a_process(case: str, tmp_path
     assert memory_left(tmp_path) == left
 
 
+LIMITS: dict[str, int | None] = {
+    "version 1": 1000,
+    "version 2, high": 800,
+    "none": None,
+    "a parent's, version 1": 900,
+    "an invisible parent's": 500,
+    "a parent's, version 2": 5000,
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_least_memory_limit_of_all_groups_above_a_process(case: str, tmp_path: Path) -> None:
+    groups, mounts, files, _ = MEMORIES[case]
+    lay_out(tmp_path, files, groups, mounts)
+    assert memory_limit(tmp_path) == LIMITS[case]
+
+
+def test_the_number_that_version_1_names_without_a_limit_is_none(tmp_path: Path) -> None:
+    lay_out(tmp_path, v1_memory("memory/a", 2**63 - 4096, 700), ["3:memory:/a"], [V1_MEMORY])
+    assert memory_limit(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "mount", "files", "expected"),
+    [
+        ("3:memory:/a", V1_MEMORY, {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3"}, 3),
+        ("0::/a", V2, {"unified/a/memory.events": "low 0\nhigh 4\nmax 9\noom 3\noom_kill 2"}, 2),
+        ("0::/a/b", V2, {"unified/a/memory.events": "oom_kill 2", "unified/a/b/memory.events": "oom_kill 0"}, 0),
+        ("3:memory:/a", V1_MEMORY, {"memory/a/memory.oom_control": "under_oom 0"}, 0),  # an old kernel
+    ],
+)
+def test_processes_that_were_killed_in_a_group(
+    group: str, mount: str, files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    lay_out(tmp_path, files, [group], [mount])
+    assert memory_kills(tmp_path) == expected
+
+
 def test_a_system_without_cgroups_has_no_limits(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
     assert memory_left(tmp_path) is None
+    assert memory_limit(tmp_path) is None
+    assert memory_kills(tmp_path) == 0
 
 
 MEASURE = """

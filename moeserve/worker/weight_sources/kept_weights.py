@@ -42,8 +42,8 @@ class KeptWeights:
             CheckpointError: the experts do not fit in memory, or cannot be read.
         """
         model = target.model
-        taken = {layer: moe.local_experts[self._num_kept(index) :] for index, layer, moe in moes_of(model)}
-        self._require_memory(target, taken)
+        taken = self._taken(target)
+        self._require_memory(target)
         kept = rows_of_experts(self.before.model)
         panels, parameters = state_places(model)
         known = panels.keys() | parameters.keys()  # without tensors of layers of which this rank had no expert
@@ -69,6 +69,19 @@ class KeptWeights:
         assert is_same
         return LoadedModel(model)
 
+    def bytes_needed(self, target: WeightTarget) -> int:
+        """Return the most bytes that `load` takes at a time: for a copy of the experts beside them, and for a layer."""
+        sizes = sizes_of_experts(target.model)
+        bytes_of_slot = {layer: sum(num_bytes for _, num_bytes in names.values()) for layer, names in sizes.items()}
+        taken = self._taken(target)
+        taken_bytes = sum(len(experts) * bytes_of_slot.get(layer, 0) for layer, experts in taken.items())
+        layer_bytes = [number * size for names in sizes.values() for number, size in names.values()]
+        return 2 * taken_bytes + max(layer_bytes, default=0) if taken_bytes else 0
+
+    def _taken(self, target: WeightTarget) -> dict[str, tuple[int, ...]]:
+        """Return the experts that this rank takes over, by layer."""
+        return {layer: moe.local_experts[self._num_kept(index) :] for index, layer, moe in moes_of(target.model)}
+
     def _num_kept(self, index: int) -> int:
         """Return the number of slots that this rank had in a layer, by the layer's index among layers with experts."""
         return len(self.before.placements[index].logical_of_slot[self._rank])
@@ -90,14 +103,10 @@ class KeptWeights:
         for holder in sorted({holder for each in sources for holder in each}):
             yield LostExperts(self.before, holder, [each.get(holder, ()) for each in sources])
 
-    def _require_memory(self, target: WeightTarget, taken: dict[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError if the experts that are taken over, a copy of them, and one layer do not fit."""
-        sizes = sizes_of_experts(target.model)
-        bytes_of_slot = {layer: sum(num_bytes for _, num_bytes in names.values()) for layer, names in sizes.items()}
-        taken_bytes = sum(len(experts) * bytes_of_slot.get(layer, 0) for layer, experts in taken.items())
-        layer_bytes = [number * size for names in sizes.values() for number, size in names.values()]
-        needed, free = 2 * taken_bytes + max(layer_bytes, default=0), free_bytes(target.config)
-        if taken_bytes and needed > free:
+    def _require_memory(self, target: WeightTarget) -> None:
+        """Raise CheckpointError if the experts that are taken over do not fit."""
+        needed = self.bytes_needed(target)
+        if needed and needed > (free := free_bytes(target.config)):
             raise CheckpointError(
                 f"the experts of ranks that are left out do not fit on the others: each needs {shown_bytes(needed)}, "
                 f"and {shown_bytes(free)} are free"
