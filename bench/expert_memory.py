@@ -88,7 +88,7 @@ def measure(llm: LLM, store: CpuExpertStore | None, num_clients: int, num_tokens
     row: Row = {"tokens/s": all_tokens / seconds}
     if store is None:
         return row
-    found, read, num_bytes, wait_ns = (now - then for now, then in zip(store.totals(), before, strict=True))
+    found, read, num_bytes, wait_ns, _ = (now - then for now, then in zip(store.totals(), before, strict=True))
     row |= {
         "found": found / (found + read),
         "MB/token": num_bytes / all_tokens / 1e6,

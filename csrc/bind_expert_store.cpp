@@ -110,10 +110,12 @@ void multiply(ExpertStore& store, int layer, const PackedWeights& gate_up, const
   });
 }
 
-std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> counters(ExpertStore& store) {
-  std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> all;
+using CounterTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+std::vector<CounterTuple> counters(ExpertStore& store) {
+  std::vector<CounterTuple> all;
   for (const ExpertStore::Counters& each : store.counters()) {
-    all.emplace_back(each.num_hits, each.num_misses, each.num_bytes, each.wait_ns);
+    all.emplace_back(each.num_hits, each.num_misses, each.num_bytes, each.wait_ns, each.num_released);
   }
   return all;
 }
@@ -154,8 +156,11 @@ void bind_expert_store(nb::module_& module) {
       .def("record", &ExpertStore::record, "is_on"_a,
            "Record the experts of the following visits. Return those recorded before: layer, number, experts, ...")
       .def("counters", &counters,
-           "Return for each layer the experts found in memory, those that were not, bytes read, and nanoseconds "
-           "waited.")
+           "Return for each layer the experts found in memory, those that were not, bytes read, nanoseconds waited, "
+           "and bytes of slots given back.")
+      .def("shrink", &ExpertStore::shrink, "least_slots"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Keep half of the slots of each layer, but at least this number.")
+      .def_prop_ro("num_slots", &ExpertStore::num_slots, "Slots of each layer.")
       .def("take_errors", &ExpertStore::take_errors, "Return what could not be read since the last call.")
       .def_prop_ro("is_direct", &ExpertStore::is_direct, "False if reads go through the page cache.")
       .def_prop_ro("num_slot_bytes", &ExpertStore::num_slot_bytes, "Memory of all slots.");

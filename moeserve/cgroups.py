@@ -22,7 +22,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def memory_left(root: Path = ROOT) -> int | None:
     """Return the bytes that this process may still allocate; None if no cgroup limits memory.
 
-    Cached files count as free.
+    Cached files count as free, except mapped ones in use, such as libraries.
 
     Args:
         root: as for `cpu_quota`.
@@ -87,10 +87,17 @@ def _memory_left(folder: Path) -> Iterator[int]:
     """Yield the bytes that are left under each limit of one cgroup."""
     is_version_2 = _is_version_2(folder)
     usage = _words(folder / ("memory.current" if is_version_2 else "memory.usage_in_bytes"))
-    cached = _statistics(folder).get("inactive_file" if is_version_2 else "total_inactive_file", "0")
+    names = ("inactive_file", "active_file", "file_mapped")
+    if not is_version_2:
+        names = ("total_inactive_file", "total_active_file", "total_mapped_file")
+    statistics = _statistics(folder)
+    inactive, active, mapped = (int(statistics.get(name, 0)) for name in names)
+    # A file that was read twice is active, and is as easily dropped from memory as any other. Mapped ones, such as the
+    # code of libraries, would soon be read again.
+    cached = max(inactive, inactive + active - mapped)
     for limit in _limits(folder):
         if usage and limit.isdecimal():  # not "max"
-            yield max(0, int(limit) - int(usage[0]) + int(cached))
+            yield max(0, int(limit) - int(usage[0]) + cached)
 
 
 def _folders(controller: str, root: Path, *, with_parents: bool = True) -> Iterator[Path]:

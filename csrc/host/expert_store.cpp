@@ -90,25 +90,23 @@ ExpertStore::~ExpertStore() {
 
 void ExpertStore::add_layer(std::vector<StoredExpert> experts, int num_slots) {
   Layer layer{};
-  int64_t slot_bytes = 0;
   for (int part = 0; part < kExpertParts; ++part) {
-    layer.first_byte[part] = slot_bytes;
+    layer.first_byte[part] = layer.slot_bytes;
     int64_t room = 0;  // for the whole pages of the file that an expert touches
     for (const StoredExpert& stored : experts) {
       const int64_t first = round_down(stored[part].offset);
       room = std::max(room, round_up(stored[part].offset + stored[part].num_bytes) - first);
     }
-    slot_bytes += room;
+    layer.slot_bytes += room;
   }
-  layer.num_bytes = num_slots * slot_bytes;
+  layer.num_bytes = num_slots * layer.slot_bytes;
   void* memory = mmap(nullptr, layer.num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
   madvise(memory, layer.num_bytes, MADV_HUGEPAGE);  // best effort
 #endif
   layer.memory = static_cast<char*>(memory);
-  num_slot_bytes_ += layer.num_bytes;
-  for (int i = 0; i < num_slots; ++i) layer.slots.push_back({layer.memory + i * slot_bytes});
+  for (int i = 0; i < num_slots; ++i) layer.slots.push_back({layer.memory + i * layer.slot_bytes});
   for (const StoredExpert& stored : experts) layer.experts.push_back({stored});
   layers_.push_back(std::move(layer));
 }
@@ -311,6 +309,51 @@ void ExpertStore::finish(int layer_number, Slot& slot, std::unique_lock<std::mut
                       " on, cannot be read: " + reason_of(slot.error));
   }
   has_read_.notify_all();
+}
+
+void ExpertStore::shrink(int least_slots) {
+  const std::lock_guard<std::mutex> only(visit_);  // between visits, no slot is being read
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  for (Layer& layer : layers_) {
+    const size_t num_kept = std::max<size_t>(least_slots, layer.slots.size() / 2);
+    while (layer.slots.size() > num_kept) remove_last_slot(layer);
+    const int64_t num_bytes = (static_cast<int64_t>(layer.slots.size()) * layer.slot_bytes + page - 1) / page * page;
+    if (num_bytes >= layer.num_bytes) continue;
+    munmap(layer.memory + num_bytes, layer.num_bytes - num_bytes);
+    layer.counters.num_released += layer.num_bytes - num_bytes;
+    layer.num_bytes = num_bytes;
+  }
+}
+
+// Remove a layer's last slot. Its expert moves to the slot of the least valuable one, if it is worth more.
+void ExpertStore::remove_last_slot(Layer& layer) {
+  const Slot last = layer.slots.back();
+  layer.slots.pop_back();
+  if (last.expert < 0) return;
+  Expert& expert = layer.experts[last.expert];
+  expert.slot = -1;
+  Slot* slot = choose_slot(layer, score_now(layer, expert));
+  if (slot == nullptr) return;
+  if (slot->expert >= 0) layer.experts[slot->expert].slot = -1;
+  std::memcpy(slot->memory, last.memory, layer.slot_bytes);
+  slot->expert = last.expert;
+  slot->state = last.state;
+  expert.slot = static_cast<int>(slot - layer.slots.data());
+}
+
+std::vector<int> ExpertStore::num_slots() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int> numbers;
+  for (const Layer& layer : layers_) numbers.push_back(static_cast<int>(layer.slots.size()));
+  return numbers;
+}
+
+int64_t ExpertStore::num_slot_bytes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t num_bytes = 0;
+  for (const Layer& layer : layers_) num_bytes += layer.num_bytes;
+  return num_bytes;
 }
 
 std::vector<int> ExpertStore::record(bool is_on) {

@@ -46,8 +46,9 @@ class ExpertStore {
   struct Counters {
     int64_t num_hits = 0;  // experts of visits that were in memory
     int64_t num_misses = 0;
-    int64_t num_bytes = 0;  // read
-    int64_t wait_ns = 0;    // of visits
+    int64_t num_bytes = 0;     // read
+    int64_t wait_ns = 0;       // of visits
+    int64_t num_released = 0;  // bytes of slots given back: see `shrink`
   };
 
   // Throws std::system_error if the file cannot be opened.
@@ -65,8 +66,13 @@ class ExpertStore {
   // Record the experts of the following visits. Returns those recorded before: layer, number of experts, experts, ...
   std::vector<int> record(bool is_on);
 
+  // Keep half of the slots of each layer, but at least `least_slots`, with the experts of the highest scores. The
+  // memory of the others goes back to the system. Waits for a visit to end.
+  void shrink(int least_slots);
+
   bool is_direct() const { return is_direct_; }  // False: reads go through the page cache
-  int64_t num_slot_bytes() const { return num_slot_bytes_; }
+  std::vector<int> num_slots();                  // of each layer
+  int64_t num_slot_bytes();
   std::vector<Counters> counters();
   std::vector<std::string> take_errors();  // since the last call: what could not be read, and why
 
@@ -95,6 +101,7 @@ class ExpertStore {
     std::vector<Slot> slots;
     char* memory;
     int64_t num_bytes;
+    int64_t slot_bytes;
     std::array<int64_t, kExpertParts> first_byte;  // of each part in a slot
     int64_t num_visits = 0;
     Counters counters;
@@ -114,16 +121,16 @@ class ExpertStore {
   bool is_intact(const Layer& layer, const Slot& slot) const;
   const char* part_of(const Layer& layer, const Slot& slot, int part) const;
   std::vector<Piece> pieces_of(int layer_number, int slot_number) const;
-  Slot* choose_slot(Layer& layer, float highest_score);
+  static Slot* choose_slot(Layer& layer, float highest_score);
   static float score_now(const Layer& layer, const Expert& expert);
+  static void remove_last_slot(Layer& layer);
   void start_reading(int layer_number, int expert_number, Slot& slot);
 
   const std::string path_;
   int file_ = -1;
   bool is_direct_ = true;
-  int64_t num_slot_bytes_ = 0;
   std::deque<Layer> layers_;
-  std::mutex visit_;  // held by the current visit
+  std::mutex visit_;  // held by the current visit, and while slots are removed
   std::mutex mutex_;  // of everything below, and of slots and experts
   std::condition_variable has_pieces_, has_read_;
   std::deque<Piece> pieces_;

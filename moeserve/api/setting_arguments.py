@@ -72,6 +72,9 @@ class SettingArguments(TypedDict, total=False):
     """cpu: with device='cuda' and one GPU, the host keeps and computes the routed experts, in int8 or int4 if
     quantization says so, and the GPU all else; auto: experts are on the device of the model (one of 'auto', 'cpu';
     default: 'auto')."""
+    num_cpu_layers: int | None
+    """with expert_device='cpu': the number of the model's first layers whose experts are on the host; the GPU keeps
+    those of the others; none: all layers (an integer from 1 to 2**31 - 1 or None; default: None)."""
     expert_memory: int | str | None
     """memory of each rank for routed experts, like 8GiB or 25%, on CPUs; those that do not fit are read from a copy
     on disk when tokens need them; auto: what is free; none: all experts must fit in memory (an integer or a text or
@@ -146,8 +149,8 @@ class SettingArguments(TypedDict, total=False):
     """most requests that run in one step; none: 64 on a CPU, 256 on a GPU (an integer from 1 to 2**31 - 1 or None;
     default: None)."""
     max_num_batched_tokens: int | None
-    """most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU (an integer from 1 to 2**31 - 1 or None;
-    default: None)."""
+    """most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU, or up to 8192 with experts on disk, as
+    memory allows (an integer from 1 to 2**31 - 1 or None; default: None)."""
     max_prefill_tokens: int
     """with several replicas: most prompt tokens of each in a step while any of them decodes; 0:
     max_num_batched_tokens (an integer from 0 to 2**31 - 1; default: 512)."""

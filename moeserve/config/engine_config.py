@@ -36,6 +36,7 @@ class WeightsConfig:
     ignore_unused_weights: bool
     packed_cache: int  # bytes
     experts_on_host: bool  # the host of a GPU computes the routed experts, to which `quantization` then applies
+    num_cpu_layers: int | None  # number of the first layers, whose experts are on the host; None: all layers
     expert_memory: int | float | Literal["auto"] | None  # bytes of each rank, or a share; None: all are in memory
     expert_store: str | None  # folder of experts that are not in memory; None: one in the cache folder
     seed: int  # seed of dummy weights and of sampling
@@ -105,6 +106,7 @@ class ScheduleConfig:
     max_model_len_may_shrink: bool  # True if the user did not set it, so that a small KV cache may reduce it
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_batched_tokens_may_shrink: bool  # True if the user did not set it: it is then the most that is tried
     max_prefill_tokens: int
     max_queued_requests: int
     async_scheduling: bool

@@ -8,6 +8,8 @@ from moeserve.config.settings import Settings, SpeculativeConfig
 from moeserve.config.validation import parse_length
 from moeserve.errors import SettingsError
 
+TOKENS_WITH_EXPERTS_ON_DISK = 8192  # of a chunk, which reads each expert once
+
 
 def resolve_schedule(settings: Settings, facts: Facts) -> ScheduleConfig:
     """Return the limits of requests and steps.
@@ -34,11 +36,18 @@ def resolve_schedule(settings: Settings, facts: Facts) -> ScheduleConfig:
         max_model_len=longest or most,
         max_model_len_may_shrink=longest is None,
         max_num_seqs=scheduler.max_num_seqs or facts.device.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or facts.device.max_num_batched_tokens,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or _most_tokens(settings, facts),
+        max_num_batched_tokens_may_shrink=scheduler.max_num_batched_tokens is None,
         async_scheduling=plans_ahead,
         longest_turn_wait=scheduler.expert_turn_wait if settings.model.expert_memory is not None else 0.0,
         max_concurrent_batches=scheduler.max_concurrent_batches or (2 if plans_ahead else num_stages),
     )
+
+
+def _most_tokens(settings: Settings, facts: Facts) -> int:
+    """Return the default of max_num_batched_tokens. With experts on disk, ranks lower it if memory is short."""
+    default = facts.device.max_num_batched_tokens
+    return default if settings.model.expert_memory is None else max(default, TOKENS_WITH_EXPERTS_ON_DISK)
 
 
 def _check_speculation(speculation: SpeculativeConfig, settings: Settings, facts: Facts) -> None:

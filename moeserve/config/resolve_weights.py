@@ -29,6 +29,11 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
     experts_on_host = model.expert_device == "cpu" and facts.on_gpu
     if experts_on_host:
         _check_host(settings, facts)
+    elif model.num_cpu_layers is not None:
+        raise SettingsError(
+            f"num_cpu_layers={model.num_cpu_layers} is for device='cuda' with expert_device='cpu'; set both, or leave "
+            "it out"
+        )
     if model.model_impl == "transformers":
         _check_transformers(settings, quantization)
     dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
@@ -110,6 +115,11 @@ def _check_host(settings: Settings, facts: Facts) -> None:
         raise SettingsError(f"{what} is for one GPU, and there are {settings.parallel.num_ranks} ranks; use one")
     if model.model_impl == "transformers":
         raise SettingsError(f"{what} does not work with model_impl='transformers'; leave one of them out")
+    if (model.num_cpu_layers or 0) > facts.checkpoint.num_layers:
+        raise SettingsError(
+            f"num_cpu_layers={model.num_cpu_layers}, but {facts.checkpoint.path} has {facts.checkpoint.num_layers} "
+            "layers; choose at most that, or leave it out for all"
+        )
 
 
 def _own_quantization(name: str | None, facts: Facts) -> QuantizationName | None:

@@ -99,6 +99,11 @@ class ModelSettings:
         "cpu: with device='cuda' and one GPU, the host keeps and computes the routed experts, in int8 or int4 if "
         "quantization says so, and the GPU all else; auto: experts are on the device of the model",
     )
+    num_cpu_layers: PositiveInt | None = setting(
+        None,
+        "with expert_device='cpu': the number of the model's first layers whose experts are on the host; the GPU keeps "
+        "those of the others; none: all layers",
+    )
     expert_memory: int | str | None = setting(
         None,
         "memory of each rank for routed experts, like 8GiB or 25%, on CPUs; those that do not fit are read from a copy "
@@ -211,7 +216,9 @@ class SchedulerSettings:
         None, "most requests that run in one step; none: 64 on a CPU, 256 on a GPU"
     )
     max_num_batched_tokens: PositiveInt | None = setting(
-        None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
+        None,
+        "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU, or up to 8192 with experts on disk, as "
+        "memory allows",
     )
     max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
         512,

@@ -227,13 +227,14 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
         salt = secret_of("kv_folder", Path(config.store.kv_folder))
     elif store.num_host_places:
         connector = HostTier(store.num_host_places)
+    most = schedule.max_num_batched_tokens
     with refusing_what_cannot_be_allocated(config):
         return Scheduler(
             SchedulerConfig(
                 num_blocks=loaded[0].num_blocks,
                 block_size=config.cache.block_size,
                 max_num_seqs=schedule.max_num_seqs,
-                max_num_batched_tokens=schedule.max_num_batched_tokens,
+                max_num_batched_tokens=min(each.max_num_batched_tokens or most for each in loaded),
                 max_prefill_tokens=schedule.max_prefill_tokens,
                 max_model_len=schedule.max_model_len,
                 enable_prefix_caching=config.cache.enable_prefix_caching,

@@ -32,6 +32,7 @@ class BuildContext:
     down_bits: MinBits = 4  # minimum number of bits of down projections with quantization="int4"
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
     on_host: BuildContext | None = None  # context of routed experts on the host of a GPU; None: they are on the device
+    num_host_layers: int | None = None  # number of the first layers, whose experts have `on_host`; None: all layers
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -65,14 +66,16 @@ class BuildContext:
         return nn.Parameter(memory, requires_grad=False)
 
     def of_layer(self, layer: int, num_layers: int) -> BuildContext:
-        """Return the context of one layer, which sets the bits of the layer's down projections.
+        """Return the context of one layer: the bits of its down projections, and `on_host` if its experts are there.
 
         With quantization="int4", down projections have 6 bits in the first and the last eighth of the layers and in
         every third layer between, where errors matter more, and 4 bits elsewhere, as in llama.cpp's Q4_K_M files.
         """
         eighth = num_layers // 8
         is_sensitive = not eighth <= layer < num_layers - eighth or (layer - eighth) % 3 == 2
-        return self._with(down_bits=6 if is_sensitive else 4)
+        context = self._with(down_bits=6 if is_sensitive else 4)
+        is_on_device = self.num_host_layers is not None and layer >= self.num_host_layers
+        return dataclasses.replace(context, on_host=None) if is_on_device else context
 
     def without_memory(self) -> BuildContext:
         """Return a context for a model whose parameters have no memory yet."""

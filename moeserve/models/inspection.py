@@ -20,6 +20,7 @@ from moeserve.models.checkpoint.names import translated
 from moeserve.models.checkpoint.shards import Checkpoint, open_checkpoint, read_headers
 from moeserve.models.checkpoint.weight_format import MXFP4_OF_COMPRESSED_TENSORS, WeightFormat
 from moeserve.models.expert_store.budget import AUTO_SHARE, outlook
+from moeserve.models.experts_beside_gpu import host_outlook
 from moeserve.models.registry import Description, describe, folder_of
 from moeserve.models.summary import Part, quantised_bytes, summarize
 
@@ -173,6 +174,8 @@ def as_text(found: Inspection) -> str:
     }
     if (from_disk := outlook(found.parts, int(found.free_bytes * (1 - AUTO_SHARE)))) is not None:
         facts["from disk"] = from_disk
+    if (beside := host_outlook(found.parts, found.num_layers, found.num_sparse_layers)) is not None:
+        facts["with a GPU"] = beside
     if found.cache.row_bytes:
         facts["states"] = f"{shown_bytes(found.cache.row_bytes)} for each running request and each saved state"
     lines = [f"{name:<12}{text}" for name, text in facts.items()]

@@ -13,6 +13,7 @@ from typing import TypeAlias, get_args
 
 from moeserve.machine import shown_bytes
 from moeserve.models.expert_store.budget import AUTO_SHARE, outlook
+from moeserve.models.experts_beside_gpu import host_outlook
 from moeserve.models.registry import describe
 from moeserve.models.summary import Part
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, has_mxfp4, is_fp8
@@ -333,9 +334,15 @@ def _shortage(layout: Layout, costs: LayoutCosts, weight_bytes: float, memory: f
     parts = max(layout.stages, key=lambda stage: stage.weight_bytes).parts
     counted = [replace(part, num_bytes=part.num_parameters) if _is_fp8(part, costs) else part for part in parts]
     from_disk = outlook(counted, int(usable_bytes * (1 - AUTO_SHARE)))
+    beside = None
+    if len(layout.holders) == 1:
+        num_layers = sum(stage.num_layers for stage in layout.stages)
+        beside = host_outlook(parts, num_layers, costs.num_sparse_layers, int(usable_bytes))
     return (
         f"the weights of a rank take {shown_bytes(round(weight_bytes))}, and weights and KV cache may take "
-        f"{shown_bytes(round(usable_bytes))} of its memory" + (f"; on a CPU, {from_disk}" if from_disk else "")
+        f"{shown_bytes(round(usable_bytes))} of its memory"
+        + (f"; on a CPU, {from_disk}" if from_disk else "")
+        + (f"; {beside}" if beside else "")
     )
 
 

@@ -28,6 +28,7 @@ class DiskReads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_read: Count  # experts that a layer needed in a step, and read from disk
     num_bytes: Count  # bytes read
     wait_seconds: Seconds  # seconds that ranks waited for reads
+    num_released: Count = 0  # bytes of memory for experts that were given back, because memory became scarce
 
 
 class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,4 +226,5 @@ def _added_reads(windows: Sequence[LoadWindow]) -> DiskReads | None:
         num_read=sum(each.num_read for each in reads),
         num_bytes=sum(each.num_bytes for each in reads),
         wait_seconds=math.fsum(each.wait_seconds for each in reads),
+        num_released=sum(each.num_released for each in reads),
     )

@@ -36,6 +36,10 @@ DISK_COUNTERS: dict[str, tuple[str, Callable[[DiskReads], float]]] = {
     "moeserve_experts_read": ("Experts that steps read from disk.", lambda reads: reads.num_read),
     "moeserve_expert_bytes_read": ("Bytes of experts read from disk.", lambda reads: reads.num_bytes),
     "moeserve_expert_wait_seconds": ("Time that ranks waited for experts.", lambda reads: reads.wait_seconds),
+    "moeserve_expert_memory_released_bytes": (
+        "Memory for experts that was given back, because memory became scarce.",
+        lambda reads: reads.num_released,
+    ),
 }
 GAUGES: dict[str, tuple[str, Callable[[LoadWindow], float]]] = {
     "moeserve_padding_ratio": ("Share of padding in the last window.", padding_share),

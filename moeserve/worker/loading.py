@@ -72,20 +72,8 @@ def load_model(
     description = registry.describe(weights.model_path, weights.model_impl, weights.hf_overrides)
     if config.schedule.num_mtp_drafts:
         description = description.with_draft_layers(config.schedule.num_mtp_drafts)
-    device = torch.device(config.compute.device)
     placements = place_experts(config, description, groups.ep.world_size, groups.ep.node_of_rank)
-    dtype = getattr(torch, weights.dtype)
-    context = BuildContext(
-        _select_backend(config, device),
-        groups,
-        dtype,
-        device,
-        quantization=None if weights.experts_on_host else weights.quantization,
-        has_float8_cache=config.cache.has_float8_cache,
-        block_size=config.cache.block_size,
-        max_model_len=config.schedule.max_model_len,
-        on_host=_host_context(config, groups) if weights.experts_on_host else None,
-    )
+    context = _build_context(config, groups)
     dispatchers = _open_dispatchers(config, description, placements, context)
     if weights.model_impl == "transformers":
         from moeserve.models.transformers_model import TransformersModel
@@ -135,6 +123,25 @@ def _sources(
         packed = [] if cache is None else [PackedExperts(cache)]
         return [KeptWeights(before, [*packed, CheckpointExperts()])]
     return [CheckpointTensors()] if cache is None else [PackedEntry(cache), CheckpointTensors(cache)]
+
+
+def _build_context(config: EngineConfig, groups: Groups) -> BuildContext:
+    """Return the context of the model's layers."""
+    weights, device = config.weights, torch.device(config.compute.device)
+    # Of a model with experts on the host, int8 and int4 are for these alone. Experts in MXFP4 may be on both devices.
+    is_hosts_alone = weights.experts_on_host and weights.quantization != "mxfp4"
+    return BuildContext(
+        _select_backend(config, device),
+        groups,
+        getattr(torch, weights.dtype),
+        device,
+        quantization=None if is_hosts_alone else weights.quantization,
+        has_float8_cache=config.cache.has_float8_cache,
+        block_size=config.cache.block_size,
+        max_model_len=config.schedule.max_model_len,
+        on_host=_host_context(config, groups) if weights.experts_on_host else None,
+        num_host_layers=weights.num_cpu_layers,
+    )
 
 
 def _host_context(config: EngineConfig, groups: Groups) -> BuildContext:
@@ -302,6 +309,7 @@ def _cache_facts(config: EngineConfig, model: RankModel) -> dict[str, str]:
     folder = Path(weights.model_path)
     files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.gguf")]
     routes = config.experts.routes
+    host = model.context.on_host
     return {
         "version": str(STORED_ITEMS_VERSION),
         "model": sampled_digest(files),
@@ -313,5 +321,6 @@ def _cache_facts(config: EngineConfig, model: RankModel) -> dict[str, str]:
         "kernels": model.context.backend.instruction_set,
         "block_size": str(config.cache.block_size),
         "has_long_rotations": str(model.config.has_long_rotations(model.context.max_model_len)),
+        **({} if host is None else {"host": f"{host.backend.instruction_set}, {weights.num_cpu_layers} layers"}),
         **({} if routes is None else {"routes": f"{routes.num_layers} layers, {routes.top_k} {routes.dtype}"}),
     }

@@ -48,7 +48,7 @@ def profile_blocks(config: EngineConfig, probe: ModelRunner, needs: CacheNeeds, 
         SettingsError: the largest step does not fit.
     """
     require_room_for_steps(config, probe)
-    run_largest_step = functools.partial(_run_for_memory, probe, largest_step(config))
+    run_largest_step = functools.partial(run_for_memory, probe, largest_step(config))
     return count_blocks(config, needs, reserved_bytes, lambda: RankMemory.measured(config, run_largest_step))
 
 
@@ -67,7 +67,7 @@ def require_room_for_steps(config: EngineConfig, probe: ModelRunner) -> None:
         min(schedule.max_num_batched_tokens, schedule.max_num_seqs * schedule.max_model_len),
     )
     while num_tokens < most:
-        run = functools.partial(_run_for_memory, probe, largest_step(config, num_tokens))
+        run = functools.partial(run_for_memory, probe, largest_step(config, num_tokens))
         peak, free = measure_step_memory(run, config.compute.device), free_bytes(config)
         following = min(2 * num_tokens, most)
         cannot_fit = num_tokens >= NUM_PREDICTING and peak * most // num_tokens > 2 * free
@@ -137,7 +137,7 @@ def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
         probe.start(chunks, num_tokens_of, overlaps=overlaps, num_sampling=num_sampling).finish()
 
 
-def _run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:
+def run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:
     """Run a step without most of its arithmetic, which would take most of the time of an engine's start."""
     with probe.model.context.backend.measure_memory_only():
         _run(probe, chunks)

@@ -142,6 +142,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     address: str = ""  # "host:port" at which other engines can read the rank's KV cache items; empty: none can
     other_groups: list[GroupFacts] = []  # cache groups after the first; the same on all ranks
     file_hashes: tuple[tuple[str, str], ...] = ()  # hashes of the checkpoint's files; see `hash_files`
+    max_num_batched_tokens: int | None = None  # maximum number of tokens of a step; None: that of the config
     epoch: int = 0
 
 

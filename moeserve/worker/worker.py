@@ -37,9 +37,10 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.rank_model import RankModel
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.processes.progress_records import Phase, in_phase
-from moeserve.protocol import ChunkResult, RankReport, StepPlan, StepResult, TransferResult
+from moeserve.protocol import RankReport, StepPlan, StepResult, TransferResult
 from moeserve.scheduling.lockstep import Agreement, Round, RoundResult, agree
 from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.worker.chunk_size import choose_chunk_size
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.drafting import drafter_of
@@ -90,6 +91,7 @@ class Worker:
 
     _loaded: LoadedModel
     _caches: list[Any]  # the cache of each block of the model
+    _transfers: Transfers | None = None  # set by `start_transfers`
     runner: ModelRunner
 
     @torch.inference_mode()
@@ -137,7 +139,8 @@ class Worker:
         self._step_runners = select_step_runner(config, model, groups, context)
         rebalances = config.experts.rebalance == "auto" and bool(layers)
         reserved_bytes = self._step_runners.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
-        self.num_blocks = num_blocks or self._count_blocks(config, loaded, context, reserved_bytes)
+        chunk_size = choose_chunk_size(config, loaded, context, replaces_another=num_blocks is not None)
+        self.num_blocks = num_blocks or self._count_blocks(chunk_size, loaded, reserved_bytes)
         side_stream = CudaSideStream() if config.compute.device == "cuda" else None
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
@@ -147,9 +150,8 @@ class Worker:
         items = CachedItems(model.cache_items, self._caches, saved_rows_of(config), self._routes)
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
-        self._transfers: Transfers | None = None  # set by `start_transfers`
         address, other_groups = self._sender.address if self._sender else "", self._other_groups(config, model)
-        self.facts = Loaded(self.num_blocks, store_facts, address, other_groups, loaded.file_hashes)
+        self.facts = Loaded(self.num_blocks, store_facts, address, other_groups, loaded.file_hashes, chunk_size)
         self._begin()
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
             (logger.warning if config.compute.device == "cpu" else logger.info)(note)
@@ -173,7 +175,7 @@ class Worker:
         """Make the objects that depend on requests and rounds, of which there are none yet."""
         config, model, context = self.config, self._loaded.model, self._context
         loads = {index: layer.load for index, layer in model.moe_layers.items()}
-        self.load_meter = LoadMeter(loads, self.groups, self._loaded.expert_store)
+        self.load_meter = LoadMeter(loads, self.groups, store.store if (store := self._loaded.expert_store) else None)
         self._load: LoadWindow | None = None  # collected, not yet returned
         self.runner = ModelRunner(
             model,
@@ -196,19 +198,19 @@ class Worker:
         self.__dict__.pop("runner", None)  # there is none if another worker has failed to take over
         self._previous = None
 
-    def _count_blocks(
-        self, config: EngineConfig, loaded: LoadedModel, context: RankContext, reserved_bytes: int
-    ) -> int:
+    def _count_blocks(self, chunk_size: int, loaded: LoadedModel, reserved_bytes: int) -> int:
         """Return the number of KV cache blocks on each rank. Collective: all ranks.
 
         Args:
+            chunk_size: most tokens of a step.
             reserved_bytes: bytes of later allocations.
         """
+        config = self.config.changed(schedule={"max_num_batched_tokens": chunk_size})
         model, needs = loaded.model, loaded.model.cache_needs
-        probe = make_probe(model, context, config)
+        probe = make_probe(model, self._context, config)
         if model.context.backend.compiles_on_first_use:
             run_all_sizes(probe, config)
-        reserved_bytes += loaded.mapped_bytes + num_states_of(config) * needs.row_bytes
+        reserved_bytes += loaded.reserved_bytes + num_states_of(config) * needs.row_bytes
         num_blocks = profile_blocks(config, probe, needs, reserved_bytes)
         return self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
 
@@ -314,9 +316,7 @@ class Worker:
             DistributedError: a collective failed.
             Exception: the step failed while other ranks wait for this one in a collective.
         """
-        if self._loaded.checker is not None and self._loaded.checker.damage:
-            raise EngineError(f"{self._loaded.checker.damage}; a new start packs the weights again")
-        self._threads.update(self.prepare_thread)
+        self._prepare_step()
         self.groups.begin_step(self._num_rounds)
         arrived = time.perf_counter()
         agreement = self._agree(work)
@@ -337,7 +337,9 @@ class Worker:
         load, self._load = self._load, None
 
         def finish() -> RoundResult:
-            chunks = self._with_read_errors(step.finish()) if step is not None else []
+            chunks = step.finish() if step is not None else []
+            if (store := self._loaded.expert_store) is not None:
+                chunks = store.with_errors(chunks)
             # Exclude the time until `_finished_s`, in which a GPU may still have computed the previous step.
             seconds = time.perf_counter() - max(started, self._finished_s)
             self._finished_s = time.perf_counter()
@@ -362,17 +364,17 @@ class Worker:
             self._previous.finish()
         return self._previous
 
-    def _with_read_errors(self, chunks: list[ChunkResult]) -> list[ChunkResult]:
-        """Log the experts that the step could not read from disk, and name the first in the results that lack them."""
-        errors = [] if self._loaded.expert_store is None else self._loaded.expert_store.take_errors()
-        for error in errors:
-            logger.error(error)
-        if not errors:
-            return chunks
-        return [
-            chunk if chunk.error is None else msgspec.structs.replace(chunk, error=f"{chunk.error} ({errors[0]})")
-            for chunk in chunks
-        ]
+    def _prepare_step(self) -> None:
+        """Notice damaged weights, and adapt to the cores and the memory that there are now.
+
+        Raises:
+            EngineError: the weights are damaged.
+        """
+        if self._loaded.checker is not None and self._loaded.checker.damage:
+            raise EngineError(f"{self._loaded.checker.damage}; a new start packs the weights again")
+        self._threads.update(self.prepare_thread)
+        if self._loaded.expert_store is not None:
+            self._loaded.expert_store.begin_step()
 
     def _run_control(self, work: Round) -> Outcome | None:
         """Run the command that all replicas have announced. Collective: all ranks."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +21,17 @@ import pytest
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
+from moeserve.config import resolve_schedule
+from moeserve.config.devices import DEVICES
 from moeserve.errors import CheckpointError, EngineError, SettingsError
 from moeserve.models.expert_store.budget import AUTO_SHARE, choose_budget, expert_sizes, moe_layers
 from moeserve.models.registry import describe
 from moeserve.models.summary import cpu_model, loading_memory
+from moeserve.protocol import StepPlan
 from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.turns import Turns
+from moeserve.worker import chunk_size
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
@@ -254,6 +262,42 @@ def test_settings_that_exclude_it(
         start(reference_named("mixtral-odd"), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "chunks"),
+    [
+        ({}, [20, 20, 20]),
+        (dict(expert_memory="50%"), [60]),
+        (dict(expert_memory="50%", max_num_batched_tokens=30), [30, 30]),
+        (dict(expert_memory="1TB"), [20, 20, 20]),
+        (dict(expert_memory="50%", kv_cache_memory="1MiB", is_scarce=True), [20, 20, 20]),
+    ],
+)
+def test_prompts_are_computed_in_large_chunks(
+    options: dict[str, Any],
+    chunks: list[int],
+    reference_named: Callable[[str], Reference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With experts on disk, if there is memory, unless the user says otherwise: a chunk reads each expert once."""
+    monkeypatch.setitem(DEVICES, "cpu", dataclasses.replace(DEVICES["cpu"], max_num_batched_tokens=20))
+    monkeypatch.setattr(resolve_schedule, "TOKENS_WITH_EXPERTS_ON_DISK", 80)
+    options = {**options}
+    if options.pop("is_scarce", False):
+        monkeypatch.setattr(chunk_size, "free_bytes", lambda config: 0)
+    sizes = []
+    schedule = Scheduler.schedule
+
+    def spy(scheduler: Scheduler, *arguments: Any) -> StepPlan | None:
+        plan = schedule(scheduler, *arguments)
+        sizes.append(0 if plan is None else plan.num_tokens)
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", spy)
+    with start(reference_named("mixtral-odd"), dtype="float32", enable_prefix_caching=False, **options) as llm:
+        given(llm, [[5] * 60], ONE_TOKEN)
+    assert [size for size in sizes if size] == chunks
+
+
 def test_requests_in_turns_get_the_same_tokens(
     reference_named: Callable[[str], Reference], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +321,27 @@ def test_requests_in_turns_get_the_same_tokens(
             assert given(llm, prompts, params) == expected
         assert any(num_waiting) == takes_turns
         num_waiting.clear()
+
+
+IMPORTED = """
+import sys
+from moeserve import LLM
+with LLM(sys.argv[1], packed_cache=0, show_progress=False, expert_memory=sys.argv[2] or None) as llm:
+    llm.generate([[3, 1, 4]])
+print(*sorted(name for name in sys.modules if name.startswith("moeserve.models.expert_store")))
+"""
+
+
+@pytest.mark.parametrize("memory", ["", "50%"])
+def test_engines_with_all_experts_in_memory_import_nothing_of_the_store(
+    memory: str, reference_named: Callable[[str], Reference]
+) -> None:
+    command = [sys.executable, "-c", IMPORTED, str(reference_named("mixtral-odd").folder), memory]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    if memory:
+        assert "moeserve.models.expert_store.served" in output
+    else:
+        assert not output
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,18 @@ from moeserve.worker import loading
 
 
 @pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def num_cpu_layers(request: pytest.FixtureRequest) -> int | None:
+    """The setting, as a parameter of tests."""
+    return getattr(request, "param", None)
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch, num_cpu_layers: int | None) -> None:
     """Give the engine what a GPU with `expert_device="cpu"` has: Triton's kernels, and the CPU's for experts."""
     resolve = startup.resolve
 
     def with_experts_on_host(*arguments: Any, **named: Any) -> EngineConfig:
-        config = resolve(*arguments, **named)
-        return dataclasses.replace(config, weights=dataclasses.replace(config.weights, experts_on_host=True))
+        return resolve(*arguments, **named).changed(weights={"experts_on_host": True, "num_cpu_layers": num_cpu_layers})
 
     monkeypatch.setattr(startup, "resolve", with_experts_on_host)
     monkeypatch.setattr(loading, "_select_backend", lambda config, device: TRITON)
@@ -46,6 +50,36 @@ def test_tokens_equal_transformers(name: str, on_host: None, reference_named: Ca
         assert_greedy_tokens(llm, reference)
         window = llm.expert_load()
     assert sum(map(sum, window.tokens_of_expert)) > 0, "rows are counted on the host"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_cpu_layers", [1], indirect=True)
+@pytest.mark.parametrize(("name", "on_disk"), [("mixtral", {}), ("gpt-oss", {}), ("mixtral", {"expert_memory": "50%"})])
+def test_experts_of_the_first_layer_alone(
+    name: str,
+    on_disk: dict[str, str],
+    num_cpu_layers: int,
+    on_host: None,
+    reference_named: Callable[[str], Reference],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other layers compute theirs with the GPU's kernels."""
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    reference = reference_named(name)
+    with started(reference, **on_disk) as llm:
+        first, *others = model_of(llm).moe_layers.values()
+        assert isinstance(first.dispatcher, HostDispatcher)
+        assert type(first.experts.gate_up.product).__module__.endswith(".cpu")
+        assert (first.experts.stored is not None) == bool(on_disk)
+        assert others
+        for moe in others:
+            assert not isinstance(moe.dispatcher, HostDispatcher)
+            assert type(moe.experts.gate_up.product).__module__.endswith(".triton")
+            assert moe.experts.stored is None
+        assert_greedy_tokens(llm, reference)
+        window = llm.expert_load()
+    assert all(sum(of_layer) > 0 for of_layer in window.tokens_of_expert)
 
 
 @pytest.mark.slow

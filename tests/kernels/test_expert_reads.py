@@ -11,6 +11,7 @@ import torch
 from paged_steps import NATIVE
 from torch import Tensor
 
+from moeserve.models.expert_store.served import LEAST_FREE_BYTES, SECONDS_BETWEEN_LOOKS, ServedStore
 from moeserve.ops.native import set_num_threads
 from moeserve.ops.products.cpu import CpuExpertStore, CpuGroupedProduct, CpuStoredExperts
 from moeserve.ops.products.interface import Gather, OpenWeights, PackedWeights, RowGroups
@@ -63,7 +64,7 @@ class StoredLayer:
     @property
     def counts(self) -> tuple[int, int]:
         """Experts found in memory, and read."""
-        ((found, read, _, _),) = self.store.counters()
+        ((found, read, _, _, _),) = self.store.counters()
         return found, read
 
 
@@ -143,6 +144,53 @@ def test_random_visits_read_as_often_as_a_model_of_the_policy(tmp_path: Path) ->
             held.add(expert)
             needed.add(expert)
         assert layer.counts[1] == num_read, visit
+
+
+def test_half_of_the_memory_is_given_back(tmp_path: Path) -> None:
+    """The experts that were visited most stay, wherever they lie; at least so many slots stay as are asked for."""
+    layer = StoredLayer(tmp_path, num_slots=6)
+    layer.visit(0, 1, 2, 3, 4, 5)
+    for _ in range(3):
+        layer.visit(5, 2, 4)
+    num_bytes, before = layer.store.num_bytes, layer.counts
+    layer.store.shrink(1)
+    assert layer.store.num_slots == [3]
+    assert layer.store.num_bytes == num_bytes // 2
+    assert layer.store.totals()[4] == num_bytes // 2
+    layer.visit(5, 2, 4)
+    assert layer.counts == (before[0] + 3, before[1])
+    layer.visit(*range(NUM_EXPERTS))
+    layer.store.shrink(2)
+    layer.store.shrink(2)
+    assert layer.store.num_slots == [2]
+    for expert in range(NUM_EXPERTS):
+        layer.visit(expert)
+
+
+@pytest.mark.parametrize(("slots", "least", "halvings"), [(6, 2, [3, 2]), (6, 1, [3, 1]), (1, 1, [])])
+def test_memory_shrinks_while_too_little_is_free(
+    slots: int, least: int, halvings: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a line of the log for each time."""
+    layer, free, now = StoredLayer(tmp_path, slots), [LEAST_FREE_BYTES], [0.0]
+    served = ServedStore(layer.store, least, lambda: free[0], lambda: now[0])
+
+    def begin_step() -> list[int]:
+        now[0] += SECONDS_BETWEEN_LOOKS
+        served.begin_step()
+        return layer.store.num_slots
+
+    layer.visit(*range(slots))
+    assert begin_step() == [slots]
+    free[0] = LEAST_FREE_BYTES - 1
+    served.begin_step()
+    assert layer.store.num_slots == [slots], "free memory is not looked at in every step"
+    for expected in halvings:
+        assert begin_step() == [expected]
+        layer.visit(0, 3)
+    assert begin_step() == ([slots, *halvings])[-1:]
+    assert len(caplog.messages) == len(halvings)
+    assert all("experts now take" in message for message in caplog.messages)
 
 
 def test_visits_are_recorded(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,13 @@ def v1_quota(folder: str, quota: int, period: int = 100000) -> dict[str, str]:
     return {f"{folder}/cpu.cfs_quota_us": str(quota), f"{folder}/cpu.cfs_period_us": str(period)}
 
 
-def v1_memory(folder: str, limit: int, usage: int, cached: int = 0, least: int = 2**63 - 4096) -> dict[str, str]:
-    statistics = f"cache 5\ninactive_file 1\ntotal_inactive_file {cached}\nhierarchical_memory_limit {least}"
+def v1_memory(
+    folder: str, limit: int, usage: int, cached: int = 0, least: int = 2**63 - 4096, active: int = 0, mapped: int = 0
+) -> dict[str, str]:
+    statistics = (
+        f"cache 5\ninactive_file 1\nactive_file 2\nmapped_file 3\ntotal_inactive_file {cached}\n"
+        f"total_active_file {active}\ntotal_mapped_file {mapped}\nhierarchical_memory_limit {least}"
+    )
     return {
         f"{folder}/memory.limit_in_bytes": str(limit),
         f"{folder}/memory.usage_in_bytes": str(usage),
@@ -47,12 +52,14 @@ def v1_memory(folder: str, limit: int, usage: int, cached: int = 0, least: int =
     }
 
 
-def v2_memory(folder: str, limit: str, usage: int, cached: int = 0, high: str = "max") -> dict[str, str]:
+def v2_memory(
+    folder: str, limit: str, usage: int, cached: int = 0, high: str = "max", active: int = 0, mapped: int = 0
+) -> dict[str, str]:
     return {
         f"{folder}/memory.max": limit,
         f"{folder}/memory.high": high,
         f"{folder}/memory.current": str(usage),
-        f"{folder}/memory.stat": f"anon 7\ninactive_file {cached}",
+        f"{folder}/memory.stat": f"anon 7\ninactive_file {cached}\nactive_file {active}\nfile_mapped {mapped}",
     }
 
 
@@ -120,6 +127,24 @@ def test_the_least_quota_of_all_groups_above_a_process(case: str, at: str, tmp_p
 MEMORIES: dict[str, tuple[list[str], list[str], dict[str, str], int | None]] = {
     "version 1": (["3:memory:/a"], [V1_MEMORY], v1_memory("memory/a", 1000, 700, cached=50), 350),
     "version 2": (["0::/a"], [V2], v2_memory("unified/a", "1000", 700, cached=50), 350),
+    "files read twice, version 1": (
+        ["3:memory:/a"],
+        [V1_MEMORY],
+        v1_memory("memory/a", 1000, 700, cached=50, active=300, mapped=80),
+        570,
+    ),
+    "files read twice, version 2": (
+        ["0::/a"],
+        [V2],
+        v2_memory("unified/a", "1000", 700, cached=50, active=300, mapped=80),
+        570,
+    ),
+    "shared memory is mapped, but no file": (
+        ["0::/a"],
+        [V2],
+        v2_memory("unified/a", "1000", 700, cached=50, active=30, mapped=200),
+        350,
+    ),
     "version 2, high": (["0::/a"], [V2], v2_memory("unified/a", "1000", 700, high="800"), 100),
     "none": (["0::/a"], [V2], v2_memory("unified/a", "max", 700), None),
     "a parent's, version 1": (
@@ -254,6 +279,35 @@ def test_a_real_group_limits_cores_and_memory(group: tuple[Path, Path, bool]) ->
     quota, num_cores, free = run_in(group, 300 * 2**20, MEASURE).split()
     assert (float(quota), int(num_cores)) == (1.5, 1)
     assert 0 < int(free) < 300 * 2**20
+
+
+SHRINKS = """
+import sys
+from moeserve import LLM, SamplingParams
+from moeserve.cgroups import memory_left
+with LLM(
+    sys.argv[1], expert_memory="90%", expert_store=sys.argv[2], packed_cache=0, kv_cache_memory="1MiB",
+    enable_prefix_caching=False, show_progress=False,
+) as llm:
+    def tokens():
+        (output,) = llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        return output.outputs[0].token_ids
+    expected = tokens()
+    assert llm.expert_load().disk.num_released == 0
+    filled = b"x" * (memory_left() - 24 * 2**20)
+    while not (released := llm.expert_load().disk.num_released):
+        assert tokens() == expected
+    assert tokens() == expected
+    print(released)
+"""
+
+
+def test_experts_give_memory_back_when_a_group_is_nearly_full(
+    group: tuple[Path, Path, bool], reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """With the same tokens."""
+    folder = str(reference_named("qwen3-moe-wide").folder)
+    assert int(run_in(group, 2**30, SHRINKS, folder, str(tmp_path / "store"))) > 0
 
 
 REFUSED = """

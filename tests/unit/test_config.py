@@ -100,6 +100,7 @@ def test_experts_on_the_host_of_a_gpu_may_be_quantised() -> None:
     three = decide(expert_device="cpu", expert_memory="25%", **ON_GPU).weights
     assert (three.experts_on_host, three.expert_memory) == (True, 0.25)
     assert not decide(expert_device="cpu").weights.experts_on_host, "the device of the model is the CPU"
+    assert decide(expert_device="cpu", num_cpu_layers=1, **ON_GPU).weights.num_cpu_layers == 1
     assert not decide(**ON_GPU).weights.experts_on_host
 
 
@@ -202,6 +203,9 @@ def test_wrong_keys_of_nested_settings_are_named(value: object, named: str) -> N
         (dict(quantization="int8", dtype="float16"), ["dtype='float16'"]),
         (dict(quantization="fp8"), ["quantization='fp8'", "'int8' or 'int4'"]),
         (dict(quantization="fp8", has_float8=False, **ON_GPU), ["triton", "8.9"]),
+        (dict(num_cpu_layers=1, **ON_GPU), ["num_cpu_layers=1", "expert_device='cpu'"]),
+        (dict(num_cpu_layers=1, expert_device="cpu"), ["num_cpu_layers=1", "device='cuda'"]),
+        (dict(num_cpu_layers=1000, expert_device="cpu", **ON_GPU), ["num_cpu_layers=1000", "layers"]),
         (dict(expert_device="cpu", has_kernels=False, **ON_GPU), ["expert_device='cpu'", "C++ kernels"]),
         (dict(expert_device="cpu", quantization="fp8", **ON_GPU), ["quantization='fp8'", "'int4'"]),
         (dict(expert_device="cpu", **ON_GPUS), ["expert_device='cpu'", "2 ranks"]),

@@ -220,6 +220,17 @@ def test_layouts_that_do_not_fit_say_what_reading_from_disk_gives(tmp_path: Path
     assert f"{2e9 / read_bytes:.2g} tokens/s from a disk" in layout.refusal
 
 
+def test_one_gpu_that_is_too_small_may_leave_experts_to_its_host(tmp_path: Path) -> None:
+    """Mixtral in bfloat16, with the experts of 20 of 32 layers."""
+    folder, of_layer = folder_of(tmp_path, "Mixtral-8x7B"), 8 * 3 * 4096 * 14336 * 2
+    whole = estimate(folder, 1, ranks_per_node=1)
+    memory = whole.weight_bytes - 20 * of_layer + of_layer // 2
+    hardware = msgspec.structs.replace(H800, memory=memory / PERFECT.memory_share)
+    refusal = estimate(folder, 1, hardware=hardware, ranks_per_node=1).refusal or ""
+    assert f"num_cpu_layers=20 leaves {20 * of_layer / 2**30:.1f} GiB of experts to the host" in refusal
+    assert "num_cpu_layers" not in (estimate(folder, 2, hardware=hardware, ranks_per_node=2).refusal or "")
+
+
 def test_layouts_that_do_not_fit_show_the_reason(tmp_path: Path) -> None:
     found = find_layouts(folder_of(tmp_path, "DeepSeek-V3"), 8, None, 8)
     traffic, memory = fixed_traffic(4096, 512), Assumptions(memory_share=0.5)

@@ -335,6 +335,10 @@ def test_models_that_do_not_fit_say_what_reading_from_disk_gives(tmp_path: Path)
     found = inspect(folder_of(tmp_path, PUBLISHED["Mixtral-8x7B"]), None)
     others = found.weight_bytes - 32 * 8 * expert_bytes
 
+    beside = next(line for line in as_text(found).splitlines() if line.startswith("with a GPU"))
+    assert f"{others / 2**30:.2f} GiB are on the GPU" in beside
+    assert f"{8 * expert_bytes / 2**30:.2f} GiB for each layer" in beside
+
     def shown(share: float) -> str | None:
         free = int((others + share * 32 * 8 * expert_bytes) / (1 - AUTO_SHARE)) + 1
         text = as_text(dataclasses.replace(found, free_bytes=free))
@@ -347,4 +351,5 @@ def test_models_that_do_not_fit_say_what_reading_from_disk_gives(tmp_path: Path)
     assert "keeps 21.0 GiB of 84.0 GiB of routed experts in memory, " in line
     assert f"a token reads up to {read_bytes / 2**30:.1f} GiB: " in line
     assert f": {2e9 / read_bytes:.2g} tokens/s from a disk with 2 GB/s" in line
+    assert "once for up to 8192 tokens" in line
     assert shown(-0.01) is None  # not even the other weights fit

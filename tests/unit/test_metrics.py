@@ -46,7 +46,7 @@ def test_counters_add_up_and_gauges_are_those_of_the_last_window(metrics: Metric
         bytes_dispatched=24,
         placement_epoch=2,
         layers=(3, 11),
-        disk=DiskReads(num_found=7, num_read=2, num_bytes=4096, wait_seconds=0.25),
+        disk=DiskReads(num_found=7, num_read=2, num_bytes=4096, wait_seconds=0.25, num_released=512),
     )
     metrics.observe(second)
     bits = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
@@ -57,6 +57,7 @@ def test_counters_add_up_and_gauges_are_those_of_the_last_window(metrics: Metric
             "moeserve_experts_read_total": 2,
             "moeserve_expert_bytes_read_total": 4096,
             "moeserve_expert_wait_seconds_total": 0.25,
+            "moeserve_expert_memory_released_bytes_total": 512,
             "moeserve_step_seconds_total": 2.5,
             "moeserve_tokens_total": 15,
             "moeserve_padding_tokens_total": 2,
@@ -78,7 +79,7 @@ def test_counters_add_up_and_gauges_are_those_of_the_last_window(metrics: Metric
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (256, 64)])
 def test_series_depend_on_layers_only(num_experts: int, num_ranks: int, metrics: MetricsServer) -> None:
     metrics.observe(*drawn(1, 20, num_experts, num_ranks))
-    assert len(served(metrics)) == 13 + 3 * 20
+    assert len(served(metrics)) == 14 + 3 * 20
 
 
 def test_servers_are_separate_and_free_their_ports(metrics: MetricsServer) -> None:

@@ -13,8 +13,10 @@ from moeserve.config.needs import Needs
 from moeserve.layers.build_context import BuildContext
 from moeserve.layers.chunked_sums import share_experts
 from moeserve.layers.linear import Linear
-from moeserve.layers.moe.dispatch.base import PendingDispatch, PendingOutput
+from moeserve.layers.moe.dispatch.base import Dispatcher, PendingDispatch, PendingOutput
 from moeserve.layers.moe.dispatch.factory import DispatcherFactory
+from moeserve.layers.moe.dispatch.host import HostDispatcher
+from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.layers.moe.experts import Experts
 from moeserve.layers.moe.placement.load import ExpertLoad
 from moeserve.layers.moe.placement.placement import Placement
@@ -135,7 +137,12 @@ class MoELayer(Network):
         )
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
         self.load = ExpertLoad(placement, self.rank_in_group, context.of_experts)
-        self.dispatcher = dispatchers.make(placement, self.load.rows_e)
+        self.dispatcher: Dispatcher
+        if context.on_host is None:
+            self.dispatcher = dispatchers.make(placement, self.load.rows_e)
+        else:  # this rank is the only one
+            local = LocalDispatcher(placement, context.on_host, self.load.rows_e)
+            self.dispatcher = HostDispatcher(local, context.device)
         # Each chosen expert of a token gets one row.
         self.bytes_per_token = config.router.top_k * row_size * context.dtype.itemsize
         self.add_shared = rows.make(context.backend).add

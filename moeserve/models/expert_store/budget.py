@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-
+from moeserve.config.resolve_schedule import TOKENS_WITH_EXPERTS_ON_DISK
 from moeserve.errors import SettingsError
 from moeserve.layers.moe.layer import MoELayer
 from moeserve.machine import shown_bytes
@@ -37,18 +36,25 @@ class Budget:
     slots: Mapping[str, int]
     num_bytes: int  # bytes of the experts in memory
     stored_bytes: int  # bytes of all experts
+    least_slots: int  # experts of each layer that stay in memory when it is scarce: in all, a token's in two layers
 
 
-def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the layers of a model that have experts on this rank, by module name, in the order in which they run."""
+def moe_layers(model: Decoder) -> dict[str, MoELayer]:
+    """Return the layers of a model that have experts on this rank, by module name, in the order in which they run.
+
+    With some layers' experts on the host of a GPU, these layers alone.
+    """
+    backend = model.context.of_experts.backend
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, MoELayer) and module.experts.gate_up.shape[0] > 0
+        if isinstance(module, MoELayer)
+        and module.experts.gate_up.shape[0] > 0
+        and module.experts.gate_up.context.backend is backend
     }
 
 
-def expert_sizes(model: nn.Module) -> dict[str, ExpertSizes]:
+def expert_sizes(model: Decoder) -> dict[str, ExpertSizes]:
     """Return the sizes of the experts of each layer, by module name. Weights may be without memory."""
     sizes = {}
     for name, layer in moe_layers(model).items():
@@ -106,10 +112,13 @@ def choose_budget(
         )
     share = num_bytes / all_bytes
     slots = {name: max(1, int(share * size.num_experts + ROUNDING)) for name, size in sizes.items()}
-    return Budget(slots, sum(slots[name] * size.slot_bytes for name, size in sizes.items()), all_bytes)
+    num_bytes = sum(slots[name] * size.slot_bytes for name, size in sizes.items())
+    layers = moe_layers(model)
+    most_active = max(layer.config.router.top_k for layer in layers.values())
+    return Budget(slots, num_bytes, all_bytes, least_slots=-(-2 * most_active // len(layers)))
 
 
-def _put_on_disk(model: nn.Module, *, is_on_disk: bool) -> None:
+def _put_on_disk(model: Decoder, *, is_on_disk: bool) -> None:
     for layer in moe_layers(model).values():
         layer.experts.gate_up.is_on_disk = layer.experts.down.is_on_disk = is_on_disk
 
@@ -131,5 +140,6 @@ def outlook(parts: Sequence[Part], num_bytes: int) -> str | None:
     return (
         f"--expert-memory auto keeps {shown_bytes(room)} of {shown_bytes(all_bytes)} of routed experts in memory, and "
         f"a token reads up to {shown_bytes(read_bytes)}: {ASSUMED_DISK_RATE / read_bytes:.2g} tokens/s from a disk "
-        f"with {ASSUMED_DISK_RATE / 1e9:.0f} GB/s, more if tokens choose the same experts"
+        f"with {ASSUMED_DISK_RATE / 1e9:.0f} GB/s, more if tokens choose the same experts; "
+        f"prompts read the rest once for up to {TOKENS_WITH_EXPERTS_ON_DISK} tokens"
     )

@@ -110,7 +110,7 @@ class CpuExpertStore:
 
     def __init__(self, native: ModuleType, path: str) -> None:
         self._native = native.ExpertStore(path, NUM_READERS)
-        self.num_slots: list[int] = []  # by layer: number of experts that are in memory at a time
+        self._num_layers = 0
 
     def add_layer(
         self,
@@ -126,8 +126,21 @@ class CpuExpertStore:
             num_slots: number of experts of the layer that are in memory at a time.
         """
         self._native.add_layer(*parts, num_slots)
-        self.num_slots.append(num_slots)
-        return CpuStoredExperts(self._native, len(self.num_slots) - 1, gate_up, down)
+        self._num_layers += 1
+        return CpuStoredExperts(self._native, self._num_layers - 1, gate_up, down)
+
+    def shrink(self, least_slots: int) -> None:
+        """Halve the number of experts of each layer that are in memory at a time, but keep at least `least_slots`.
+
+        The experts that were visited most often lately stay. The memory of the others goes back to the system.
+        """
+        self._native.shrink(least_slots)
+
+    @property
+    def num_slots(self) -> list[int]:
+        """By layer: experts that are in memory at a time."""
+        slots: list[int] = self._native.num_slots
+        return slots
 
     @property
     def num_bytes(self) -> int:
@@ -139,9 +152,13 @@ class CpuExpertStore:
         """False if the file system makes reads go through the page cache."""
         return bool(self._native.is_direct)
 
-    def counters(self) -> list[tuple[int, int, int, int]]:
-        """Return for each layer the numbers of experts found in memory, experts read, bytes read, and ns waited."""
-        counters: list[tuple[int, int, int, int]] = self._native.counters()
+    def counters(self) -> list[tuple[int, int, int, int, int]]:
+        """Return, for each layer, five totals.
+
+        They are the experts found in memory, experts read, bytes read, nanoseconds waited for reads, and bytes of
+        memory that `shrink` has given back.
+        """
+        counters: list[tuple[int, int, int, int, int]] = self._native.counters()
         return counters
 
     def totals(self) -> list[int]:

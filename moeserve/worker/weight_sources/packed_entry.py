@@ -30,7 +30,7 @@ class PackedEntry:
         checker = CacheChecker(target.model, self.cache, target.key, entry)
         checker.start()
         mapped_bytes = sum(tensor.nbytes for tensor in entry.tensors.values())
-        return LoadedModel(target.model, mapped_bytes=mapped_bytes, checker=checker)
+        return LoadedModel(target.model, reserved_bytes=mapped_bytes, checker=checker)
 
 
 def packed_cache_of(config: EngineConfig, num_bytes: int) -> PackedWeightCache | None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from moeserve.config.engine_config import EngineConfig
 from moeserve.layers.moe.placement.placement import Placement
@@ -21,7 +21,9 @@ from moeserve.models.rank_model import RankModel
 from moeserve.models.registry import Description
 from moeserve.models.weight_mapping import destinations
 from moeserve.models.weight_update import WeightUpdates
-from moeserve.ops.products.cpu import CpuExpertStore
+
+if TYPE_CHECKING:
+    from moeserve.models.expert_store.served import ServedStore
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class LoadedModel:
 
     model: RankModel
     target: WeightTarget | None = None  # target of this model; None: transformers runs it
-    mapped_bytes: int = 0  # size of weights that are mapped from a file
+    reserved_bytes: int = 0  # memory that looks free but is not: mapped weights, and slots for experts on disk
     checker: CacheChecker | None = None  # checker of these weights
-    expert_store: CpuExpertStore | None = None  # None: all experts are in memory
+    expert_store: ServedStore | None = None  # None: all experts are in memory
     file_hashes: FileHashes = ()  # hashes of the checkpoint's files; empty for random weights
     updates: WeightUpdates | None = None  # None: no trainer may update the weights
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from moeserve.config.environment import cache_folder
 from moeserve.models.expert_store.budget import Budget
 from moeserve.models.expert_store.loading import load_with_store
+from moeserve.models.expert_store.served import ServedStore
 from moeserve.worker.weight_sources.checkpoint_tensors import fill
 from moeserve.worker.weight_sources.source import LoadedModel, WeightTarget
 
@@ -24,4 +25,6 @@ class StoredExperts:
         path = (cache_folder() / "experts" if folder is None else Path(folder)) / f"{target.key}.safetensors"
         model, is_first = target.model, target.model.groups.rank == 0
         store = load_with_store(model, self.budget, path, functools.partial(fill, target), says=is_first)
-        return LoadedModel(model, expert_store=store)
+        # Slots get memory when experts are read. On the host of a GPU, it is not that of the KV cache.
+        reserved = 0 if target.config.weights.experts_on_host else store.num_bytes
+        return LoadedModel(model, reserved_bytes=reserved, expert_store=ServedStore(store, self.budget.least_slots))

@@ -16,7 +16,6 @@ from moeserve.distributed.transport import TransportUnavailable
 from moeserve.errors import SettingsError
 from moeserve.layers.build_context import BuildContext
 from moeserve.layers.moe.dispatch.base import Dispatcher
-from moeserve.layers.moe.dispatch.host import HostDispatcher
 from moeserve.layers.moe.dispatch.local import LocalDispatcher
 from moeserve.layers.moe.placement.placement import Placement
 
@@ -67,8 +66,7 @@ class TorchDispatchers:
 
     def make(self, placement: Placement, load_e: Tensor | None = None) -> Dispatcher:
         if self.name == "local":
-            local = LocalDispatcher(placement, self.context.of_experts, load_e)
-            return local if self.context.on_host is None else HostDispatcher(local, self.context.device)
+            return LocalDispatcher(placement, self.context, load_e)
         # Imported by engines of several ranks only, as DeepEP below.
         from moeserve.layers.moe.dispatch.all_to_all import AllToAllDispatcher
         from moeserve.layers.moe.dispatch.allgather import AllGatherDispatcher, DispatcherBySize

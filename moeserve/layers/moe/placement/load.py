@@ -64,7 +64,7 @@ class LoadMeter:
         """
         self._load_of_layer = load_of_layer
         self._store = store
-        self._reads = [0] * 4
+        self._reads = [0] * len(DiskReads.__struct_fields__)
         self._groups = groups
         self._first_step = 0
         self._start_window()
@@ -164,7 +164,8 @@ class LoadMeter:
             if layer in self._kept_of_layer:
                 mine.append(self._kept_of_layer[layer])
                 sizes = [size + load.placement.num_logical for size in sizes]
-        numbers = torch.cat([torch.tensor(own), torch.cat(mine).cpu()])  # the only wait of the host for the device
+        # The first copy from a GPU waits for it, the only wait of the host. Experts may be on the host in some layers.
+        numbers = torch.cat([torch.tensor(own), *(rows.cpu() for rows in mine)])
         # collective: all ranks of the stage
         return [of_rank.tolist() for of_rank in self._groups.stage.all_gather(numbers, sizes).split(sizes)]
 
@@ -199,5 +200,11 @@ class LoadMeter:
         self._bytes = self._groups.ep.num_bytes_sent
 
 
-def _disk_reads(num_found: int, num_read: int, num_bytes: int, wait_ns: int) -> DiskReads:
-    return DiskReads(num_found=num_found, num_read=num_read, num_bytes=num_bytes, wait_seconds=wait_ns / NANOSECONDS)
+def _disk_reads(num_found: int, num_read: int, num_bytes: int, wait_ns: int, num_released: int) -> DiskReads:
+    return DiskReads(
+        num_found=num_found,
+        num_read=num_read,
+        num_bytes=num_bytes,
+        wait_seconds=wait_ns / NANOSECONDS,
+        num_released=num_released,
+    )
