@@ -27,6 +27,7 @@ from pathlib import Path
 SUBNET = "10.77.0"
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x1, 0x1000
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 # Folders that a host has for itself.
 OWN_FOLDERS = ("/tmp/ray", "/dev/shm")
 
@@ -53,6 +54,7 @@ class Host:
     init_pid: int
     bridge: str  # the namespace in which its cable ends
     running: list[subprocess.Popen[str]] = field(default_factory=list)
+    memory: Path | None = None  # the control group of all commands, if their memory is limited
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command on this host."""
@@ -60,9 +62,10 @@ class Host:
 
     def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[str]:
         """Start a command with its output in a file."""
+        in_group = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.memory / "cgroup.procs")] if self.memory else []
         with log.open("a") as output:
             process = subprocess.Popen(
-                self.command(command),
+                in_group + self.command(command),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -128,6 +131,31 @@ def hosts(count: int) -> Iterator[list[Host]]:
             made.append(_host(name, f"{SUBNET}.{number}", bridge, in_bridge))
             ending.callback(made[-1].end)
         yield made
+
+
+@contextlib.contextmanager
+def memory_limit(host: Host, num_bytes: int) -> Iterator[Path]:
+    """Limit the memory of the commands that a host starts, and return the folder of their control group, of version 1.
+
+    What still runs when the context is left is killed.
+    """
+    # The host has another /sys than this machine.
+    script = f"mount -t tmpfs none {MEMORY_GROUPS.parent} && mkdir {MEMORY_GROUPS}"
+    script += f" && mount -t cgroup -o memory none {MEMORY_GROUPS}"
+    subprocess.run(host.command(["sh", "-c", script]), check=True, capture_output=True)
+    host.memory = MEMORY_GROUPS / f"moe-{host.name}"
+    host.memory.mkdir()
+    try:
+        (host.memory / "memory.limit_in_bytes").write_text(str(num_bytes))
+        yield host.memory
+    finally:
+        while pids := (host.memory / "cgroup.procs").read_text().split():
+            for pid in map(int, pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        host.memory.rmdir()
+        host.memory = None
 
 
 class LossyCable:

@@ -70,6 +70,11 @@ def loop_in_a_collective() -> None:
     loop_natively()
 
 
+def loop_as_if_waiting() -> None:
+    set_phase(Phase.WAITING)
+    loop()
+
+
 def doze() -> None:
     time.sleep(2.0)
 
@@ -82,7 +87,18 @@ def exhaust_memory() -> None:
         taken.append(b"x" * 2**20)
 
 
-FUNCTIONS = (kill, stop, divide, refuse, loop, loop_natively, loop_in_a_collective, doze, exhaust_memory)
+FUNCTIONS = (
+    kill,
+    stop,
+    divide,
+    refuse,
+    loop,
+    loop_natively,
+    loop_in_a_collective,
+    loop_as_if_waiting,
+    doze,
+    exhaust_memory,
+)
 ACTIONS: dict[str, Callable[[], None]] = {function.__name__: function for function in FUNCTIONS}
 
 
@@ -132,6 +148,20 @@ def plant(name: str, folder: str) -> None:
     fault = Fault(**json.loads(Path(folder, "fault.json").read_text()))
     if name.split()[1] == str(fault.rank) and not Path(folder, "done").exists():
         _plant(fault, Path(folder))
+
+
+def plant_in_actors() -> None:
+    """Plant the fault that the environment names in the rank of this process, if Ray starts one here."""
+    from moeserve.executor.ray.actors import RankActor
+
+    start = RankActor.start
+
+    def start_and_plant(self: RankActor, data: bytes, *, show_progress: bool) -> bytes:
+        loaded = start(self, data, show_progress=show_progress)
+        plant(self.name, os.environ["MOESERVE_TEST_PLANT"].partition(":")[2])
+        return loaded
+
+    RankActor.start = start_and_plant  # type: ignore[method-assign]
 
 
 def _plant(fault: Fault, folder: Path) -> None:

@@ -17,6 +17,7 @@ from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.engine_config import EngineConfig
+from moeserve.config.environment import openmp_threads
 from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.hub_name import HubModel, parse_hub_name
 from moeserve.config.resolve import resolve
@@ -245,6 +246,7 @@ def _machine_facts(cluster: Cluster | HostPool | None) -> MachineFacts:
     return MachineFacts(
         has_cuda=torch.cuda.is_available(),
         num_cores=usable_cores(),
+        max_threads=openmp_threads(),
         num_gpus=torch.cuda.device_count(),
         has_nccl=torch.distributed.is_nccl_available(),
         has_kernels=native_kernels() is not None,

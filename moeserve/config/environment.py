@@ -35,6 +35,12 @@ def ray_temporary_folder() -> str:
     return os.environ.get("RAY_TMPDIR", "")
 
 
+def openmp_threads() -> int | None:
+    """Return the threads of OpenMP that OMP_NUM_THREADS sets, as Ray does for its actors; None if it sets none."""
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(value) if value.isdecimal() and int(value) else None
+
+
 def names_traced_service() -> bool:
     """Return True if OTEL_SERVICE_NAME names the service in traces."""
     return "OTEL_SERVICE_NAME" in os.environ

@@ -53,6 +53,7 @@ class MachineFacts:
     """Properties of this host and its installation, or of the hosts that run the ranks."""
 
     num_cores: int  # cores that this process may use
+    max_threads: int | None = None  # of a rank on this host by default; None: its share of the cores
     has_cuda: bool = False
     num_gpus: int | None = None  # GPUs that torch sees; None: not counted
     has_nccl: bool = True  # torch was built with NCCL

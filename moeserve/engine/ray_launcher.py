@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from moeserve.addresses import StoreAddress, is_loopback
 from moeserve.config.engine_config import EngineConfig
 from moeserve.engine.base import new_replica
+from moeserve.engine.hang_watch import RULE_OF_HOSTS, HangWatch, RecordWatch, Watchable
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import FromReplica, ToReplica
 from moeserve.engine.replica_process import serve
@@ -28,12 +29,14 @@ from moeserve.executor.ray.actors import (
     RankActor,
     actor_of,
     answer_of,
+    handle_of,
     start_actor,
 )
 from moeserve.executor.ray.cluster import Cluster
 from moeserve.executor.ray.executor import RayExecutor
 from moeserve.executor.ray.nodes import NodeFacts, check_alike, own_facts
 from moeserve.executor.ray.placement import Place, reserve, show_layout, warn_of_split_groups
+from moeserve.executor.ray.records import ActorRecords
 from moeserve.worker.protocol import RankStart, mesh_of, rank_name
 
 
@@ -54,7 +57,7 @@ class EngineActor(ActorProcess):
             with self._reporting_failures():
                 starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]
                 executor = RayExecutor(starts, ranks, show_progress=show_progress)
-                self._is_serving = True
+                self._start_serving()
                 serve(channel, starts[0], executor, new_replica(starts[0].config, executor.loaded, starts[0].dp_index))
                 executor.shutdown()
         finally:
@@ -83,6 +86,8 @@ class RayLauncher:
         try:
             places = reserve(config, self._cluster.nodes, self._cluster.placement_group, reserved)
             _start_actors(group, config, places)
+            if config.failure.detect_hangs:
+                group.watch = _watch_over(group, config, places)
             _check_nodes(group, config, places)
             warn_of_split_groups(places, mesh_of(config))
             show_layout(config, places, self._show_progress)
@@ -118,6 +123,19 @@ def _start_actors(group: WorkerGroup, config: EngineConfig, places: Sequence[Pla
     for replica, place in enumerate(places[:: config.parallel.ranks_per_replica]):
         name = f"engine of replica {replica} on node {place.node.address}"
         group.replicas.append(start_actor(EngineActor, name, place, {"num_cpus": 0}))
+
+
+def _watch_over(group: WorkerGroup, config: EngineConfig, places: Sequence[Place]) -> RecordWatch:
+    num_own, nodes = config.parallel.ranks_per_replica, list(dict.fromkeys(place.node for place in places))
+    hosts = [nodes.index(place.node) for place in places]
+    processes = [
+        Watchable(rank.name, host, engine=len(places) + index // num_own)
+        for index, (rank, host) in enumerate(zip(group.ranks, hosts, strict=True))
+    ]
+    processes += [Watchable(replica.name, host) for replica, host in zip(group.replicas, hosts[::num_own], strict=True)]
+    watch = HangWatch(processes, RULE_OF_HOSTS, judges_hangs=config.compute.device == "cpu")
+    records = ActorRecords([handle_of(member) for member in group.members], [each.host for each in processes])
+    return RecordWatch(watch, records, range(len(processes)))
 
 
 def _check_nodes(group: WorkerGroup, config: EngineConfig, places: Sequence[Place]) -> None:

@@ -17,7 +17,7 @@ from moeserve.processes import progress_records
 from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
 from moeserve.processes.failures import FailureReport, report_of
-from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all
+from moeserve.processes.supervision import SECONDS_TO_COLLECT, WatchedProcess, collect_failures, end_all
 from moeserve.protocol import Delivery, ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.replica import Replica
 from moeserve.scheduling.scheduler import Scheduler
@@ -80,7 +80,7 @@ def serve_epochs(
         except DistributedError as error:
             if not (has_loaded and first_rank.config.recovers_in_place) or isinstance(error, StepTimeoutError):
                 raise
-            reports = _reports(ranks, error, name)
+            reports = _reports(ranks, error, name, has_agents=bool(first_rank.agents))
             channel.send(ReplicaFaulted(first_rank.epoch, reports, any(rank.has_ended for rank in ranks)))
             order = _next_order(channel)
         first_rank = order.start
@@ -92,10 +92,16 @@ def serve_epochs(
         _replace(ranks, joining, first_rank, start)
 
 
-def _reports(ranks: Sequence[WatchedProcess[Any]], error: DistributedError, name: str) -> list[FailureReport]:
-    """Return the failures that this replica knows of. Failures of its ranks come before their consequences."""
+def _reports(
+    ranks: Sequence[WatchedProcess[Any]], error: DistributedError, name: str, *, has_agents: bool
+) -> list[FailureReport]:
+    """Return the failures that this replica knows of. Failures of its ranks come before their consequences.
+
+    Args:
+        has_agents: True if some ranks of the engine are on other hosts, from which their ends are noticed later.
+    """
     if isinstance(error, RankFaultedError):  # the cause is a rank of another replica, or is known already
-        return [*(report for rank in ranks for report in rank.failures()), error.report]
+        return collect_failures(ranks, [error.report], seconds=SECONDS_TO_COLLECT if has_agents else 0.0)
     return collect_failures(ranks, [report_of(error, name)])
 
 

@@ -68,6 +68,7 @@ def main() -> None:
                 match command.pop("do"):
                     case "start":
                         llm = LLM(**command)
+                        answer["num_blocks"] = llm.core.num_blocks
                     case "generate":
                         assert llm is not None
                         answer["tokens"] = generate(llm, command)

@@ -119,6 +119,20 @@ def test_a_host_with_other_versions_is_refused(hosts: Hosts) -> None:
     assert "torch (missing)" in answer.reason
 
 
+def test_another_instruction_set_is_warned_of(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    pool = hosts.start_pool()
+    facts = msgspec.structs.replace(own_facts(), hostname="elsewhere", kernels="sse9")
+    with connected(HOST, hosts.port, KEY) as connection:
+        connection.sendall(frame(Join(number=1, num_hosts=2, identity="", host=HOST, port=1, facts=facts)))
+        pool.wait_for_all()
+        receive_frame(connection)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""  # the pool has closed the connection, after the warning
+    (message,) = caplog.messages
+    assert "elsewhere: sse9" in message
+    assert own_facts().hostname in message
+
+
 def test_nobody_without_the_key_is_heard(hosts: Hosts) -> None:
     """Neither by the first host nor by an agent; nor does an agent prove that it knows the key to one without it."""
     pool = hosts.start_pool()

@@ -288,6 +288,14 @@ def test_ranks_share_the_cores(tp: int, dp: int, num_cores: int, num_threads: in
     assert config.parallel.executor == ("uniproc" if tp * dp == 1 else "mp")
 
 
+@pytest.mark.parametrize(
+    ("dp", "max_threads", "given", "num_threads"), [(1, 2, None, 2), (2, 3, None, 3), (4, 3, None, 2), (1, 2, 5, 5)]
+)
+def test_openmp_limits_the_threads_of_ranks(dp: int, max_threads: int, given: int | None, num_threads: int) -> None:
+    config = decide(data_parallel_size=dp, num_cores=8, max_threads=max_threads, num_threads=given)
+    assert config.compute.num_threads == num_threads
+
+
 def test_a_single_rank_that_may_restart_has_a_process() -> None:
     assert decide(on_failure="restart").parallel.executor == "mp"
 

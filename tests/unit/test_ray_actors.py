@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,11 @@ ray = pytest.importorskip("ray")
 from ray.exceptions import GetTimeoutError, RayActorError  # noqa: E402
 
 from moeserve.executor.ray import actors  # noqa: E402
+from moeserve.executor.ray.records import SECONDS_WITHOUT_ANSWER, ActorRecords  # noqa: E402
+from moeserve.processes.progress_records import ProgressRecord  # noqa: E402
+
+RECORD = ProgressRecord(heartbeat=3, round=2)
+ENCODED = struct.pack("=6Q2IQ", *RECORD)
 
 
 class Method:
@@ -38,11 +45,11 @@ class Actor:
         self.fails_to_write: Exception | None = None
         self.read, self.write = Method(self._read), Method(self._write)
 
-    def _read(self) -> tuple[bytes, bool]:
+    def _read(self) -> tuple[bytes, bytes]:
         time.sleep(0.005)
         if self.fails_to_read:
             raise self.fails_to_read
-        return b"", self.is_serving
+        return b"", ENCODED if self.is_serving else b""
 
     def _write(self, data: bytes) -> None:
         if self.fails_to_write:
@@ -108,6 +115,8 @@ def test_a_failed_read_ends_an_actor(
 def test_an_actor_that_loads_the_model_may_be_silent_for_longer(
     actor: Actor, handle_and_socket: tuple[actors.ActorHandle, socket.socket]
 ) -> None:
+    handle, _ = handle_and_socket
+
     def wait_for_timeout(seconds: float) -> None:
         deadline = time.monotonic() + 200
         while actor.timeouts[-1:] != [seconds]:
@@ -117,8 +126,17 @@ def test_an_actor_that_loads_the_model_may_be_silent_for_longer(
     wait_for_timeout(actors.SECONDS_OF_SILENCE)
     actor.is_serving = False
     wait_for_timeout(actors.SECONDS_TO_START)
+    assert handle.record == ProgressRecord()
     actor.is_serving = True
     wait_for_timeout(actors.SECONDS_OF_SILENCE)
+    assert handle.record == RECORD
+
+
+def test_records_of_a_node_are_unknown_once_none_of_its_actors_answers() -> None:
+    now_s = time.monotonic()
+    late_s = now_s - 100 * SECONDS_WITHOUT_ANSWER
+    handles = [SimpleNamespace(record=RECORD, answered_s=at_s) for at_s in (late_s, now_s + 1000, late_s, late_s)]
+    assert ActorRecords(handles, "AABB").read() == [RECORD, RECORD, None, None]  # type: ignore[arg-type]
 
 
 def test_closing_is_no_failure(actor: Actor, handle_and_socket: tuple[actors.ActorHandle, socket.socket]) -> None:

@@ -33,7 +33,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((".all_gather_object", ".gather_object", ".scatter_object_list", ".broadcast_object_list"), ()),
     **dict.fromkeys((".send_object_list", ".recv_object_list"), ()),
     **dict.fromkeys(("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"), READS_ENVIRONMENT),
-    "moeserve._cpu": ("moeserve/ops/", "moeserve/distributed/", "moeserve/processes/progress_records.py"),
+    "moeserve._cpu": (
+        "moeserve/ops/",
+        "moeserve/distributed/",
+        "moeserve/executor/kernels.py",
+        "moeserve/processes/progress_records.py",
+    ),
     "ray": ("moeserve/executor/ray/", "moeserve/engine/ray_launcher.py"),
     "triton": ("moeserve/triton_kernels/", "moeserve/bench/gpu/"),
 }

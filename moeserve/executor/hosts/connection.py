@@ -35,10 +35,11 @@ class HostOptions:
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties that a host must share with the first host, and its number of cores."""
+    """Properties that a host must share with the first host, and properties of its processor."""
 
     hostname: str
     cores: int
+    kernels: str  # instruction set of the C++ kernels; "" if there are none
     versions: dict[str, str]  # versions of packages and of Python, by name
 
 

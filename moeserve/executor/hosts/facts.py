@@ -6,6 +6,7 @@ import platform
 import socket
 
 from moeserve.executor.hosts.connection import HostFacts
+from moeserve.executor.kernels import own_kernels
 from moeserve.machine import installed_version, usable_cores
 
 PACKAGES = ("moeserve", "torch")  # whose versions must be the same on all hosts
@@ -16,6 +17,7 @@ def own_facts() -> HostFacts:
     return HostFacts(
         hostname=socket.gethostname(),
         cores=usable_cores(),
+        kernels=own_kernels(),
         versions={"Python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
     )
 

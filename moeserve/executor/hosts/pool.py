@@ -27,6 +27,7 @@ from moeserve.executor.hosts.connection import (
     prove,
 )
 from moeserve.executor.hosts.facts import own_facts, why_different
+from moeserve.executor.kernels import warn_of_other_kernels
 from moeserve.processes.channel import Channel
 from moeserve.processes.progress_records import ProgressRecord
 
@@ -176,6 +177,7 @@ class HostPool:
             message.facts.hostname,
             message.facts.cores,
         )
+        warn_of_other_kernels({each.hostname: each.kernels for each in (self._facts, message.facts)})
         while not member.channel.is_closed:
             for received in member.channel.receive(None):
                 if isinstance(received, Progress):

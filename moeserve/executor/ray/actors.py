@@ -31,9 +31,10 @@ from moeserve.errors import EngineError
 from moeserve.executor.ray.errors import exit_cause, first_line
 from moeserve.executor.ray.nodes import facts_of_rank
 from moeserve.executor.ray.placement import Place
-from moeserve.processes import logs
+from moeserve.processes import logs, progress_records
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
+from moeserve.processes.progress_records import Phase, ProgressRecord, ProgressRecords, set_phase
 from moeserve.processes.supervision import SECONDS_TO_EXIT, Watched, WatchedProcess, send_failures
 from moeserve.processes.wake_up import WakeUp
 from moeserve.protocol import Transfer, TransferResult
@@ -44,7 +45,7 @@ from moeserve.worker.protocol import RankStart
 SECONDS_OF_SILENCE = 7.0
 # An actor that has not been called for this long exits.
 SECONDS_UNTIL_ORPHANED = 30.0
-SECONDS_OF_A_READ = 1.0
+SECONDS_OF_A_READ = 0.5
 # The same two limits for an actor that imports torch or loads the model: on busy cores, its other threads get no time.
 SECONDS_TO_START = 180.0
 PIECE_BYTES = 2**20
@@ -66,6 +67,8 @@ class ActorProcess:
         self._socket, self._tunnel = socket.socketpair()
         self._channel: Channel[Any] | None = None
         self._is_serving = False  # the model is loaded
+        self._records = ProgressRecords(1)
+        progress_records.attach(self._records.fd, 0)
         self._last_call = time.monotonic()
         threading.Thread(target=self._end_as_orphan, name="watch-creator", daemon=True).start()
 
@@ -75,21 +78,26 @@ class ActorProcess:
         self._tunnel.sendall(data)
 
     @ray.method(concurrency_group="tunnel")
-    def read(self) -> tuple[bytes, bool]:
-        """Return bytes that this side of the channel sends, after a short wait, and True once the model is loaded.
+    def read(self) -> tuple[bytes, bytes]:
+        """Return bytes that this side of the channel sends, after a short wait, and the encoded progress record.
 
-        Only one call at a time.
+        The record is empty while the model is loaded. Only one call at a time.
         """
         self._last_call = time.monotonic()
         poll = select.poll()
         poll.register(self._tunnel, select.POLLIN)
         data = self._tunnel.recv(PIECE_BYTES) if poll.poll(SECONDS_OF_A_READ * 1000) else b""
-        return data, self._is_serving
+        return data, self._records.encoded(0) if self._is_serving else b""
 
     def _open_channel(self, incoming: Any) -> Channel[Any]:
         """Return the channel to the process that created the actor. May be called once."""
         self._channel = Channel(self._socket, incoming)
         return self._channel
+
+    def _start_serving(self) -> None:
+        """Send progress records from now on. The model is loaded."""
+        set_phase(Phase.IDLE)
+        self._is_serving = True
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
@@ -158,7 +166,7 @@ class RankActor(ActorProcess):
             with refusing_what_cannot_be_allocated(config):
                 self._worker = Worker(config, groups, show_progress=show_progress)
             self._transfers = self._worker.start_transfers(lambda ended: self._ends[ended.number].set_result(ended))
-            self._is_serving = True
+            self._start_serving()
             return msgspec.msgpack.encode(self._worker.facts)
 
     @ray.method(concurrency_group="transfers")
@@ -180,7 +188,9 @@ class RankActor(ActorProcess):
             if not hasattr(self._thread, "is_prepared"):  # Ray runs calls of one actor in several threads
                 self._worker.prepare_thread()
                 self._thread.is_prepared = True
+            set_phase(Phase.COMPUTING)
             result = self._worker.execute(msgspec.msgpack.decode(data, type=Round))
+            set_phase(Phase.IDLE)
             if result.agreement.ends_all:
                 self._worker.close()  # collective: all ranks
                 self._worker = None  # no rank runs rounds that were sent after this one
@@ -196,6 +206,8 @@ class ActorHandle:
             tunnel: the other end of the channel.
         """
         self.actor = actor
+        self.record = ProgressRecord()  # as last received
+        self.answered_s = time.monotonic()  # time of the last answer
         self._tunnel = tunnel
         self._cause: str | None = None  # why the actor has ended
         self._ended = threading.Event()
@@ -250,14 +262,16 @@ class ActorHandle:
         while not self._is_closed:
             answer = self.actor.read.remote()
             try:
-                data, is_serving = ray.get(answer, timeout=timeout_s)
+                data, record = ray.get(answer, timeout=timeout_s)
             except GetTimeoutError:  # this process itself may have been stopped for a while
                 try:
-                    data, is_serving = ray.get(answer, timeout=SECONDS_OF_A_READ)
+                    data, record = ray.get(answer, timeout=SECONDS_OF_A_READ)
                 except GetTimeoutError:
                     raise _SilenceError(timeout_s) from None
+            self.answered_s = time.monotonic()
+            self.record = ProgressRecord.decoded(record) if record else ProgressRecord()
             unread += data
-            timeout_s = SECONDS_OF_SILENCE if is_serving else SECONDS_TO_START
+            timeout_s = SECONDS_OF_SILENCE if record else SECONDS_TO_START
             with contextlib.suppress(BlockingIOError):
                 while unread:
                     del unread[: self._tunnel.send(memoryview(unread)[:PIECE_BYTES], socket.MSG_DONTWAIT)]
@@ -287,11 +301,16 @@ def start_actor(kind: type[ActorProcess], name: str, place: Place, resources: di
     return WatchedProcess(name, ours, kind.OUTGOING, ActorHandle(actor, name, tunnel))
 
 
-def actor_of(process: Watched) -> Any:
-    """Return the actor in which a process runs."""
+def handle_of(process: Watched) -> ActorHandle:
+    """Return the handle of a process that runs in an actor."""
     assert isinstance(process, WatchedProcess)
     assert isinstance(process.handle, ActorHandle)
-    return process.handle.actor
+    return process.handle
+
+
+def actor_of(process: Watched) -> Any:
+    """Return the actor in which a process runs."""
+    return handle_of(process).actor
 
 
 def answer_of(process: WatchedProcess[Any], reference: Any, timeout_s: float = SECONDS_TO_START) -> Any:

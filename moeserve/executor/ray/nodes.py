@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import socket
 import time
@@ -16,9 +15,8 @@ import ray
 from moeserve.config.engine_config import EngineConfig
 from moeserve.config.hub_name import parse_hub_name
 from moeserve.errors import MoeserveError, SettingsError
+from moeserve.executor.kernels import own_kernels, warn_of_other_kernels
 from moeserve.machine import installed_version
-
-logger = logging.getLogger(__name__)
 
 SECONDS_OF_SKEW = 10.0  # allowed difference between the clocks of two nodes
 PACKAGES = ("moeserve", "torch", "ray")  # whose versions must be the same on all nodes
@@ -74,7 +72,7 @@ def own_facts(model: str | None) -> NodeFacts:
         hostname=socket.gethostname(),
         python=platform.python_version(),
         versions={package: installed_version(package) for package in PACKAGES},
-        kernels=_own_kernels(),
+        kernels=own_kernels(),
         time=time.time(),
         unreadable=why_unreadable(model) if model else "",
     )
@@ -126,17 +124,4 @@ def check_alike(found: Sequence[NodeFacts], own: NodeFacts, asked_at: float) -> 
             faults.append(f"the clock of {node.name} differs from that of {own.name} by {skew:+.0f} s or more")
     if faults:
         raise SettingsError("the nodes of the Ray cluster cannot run one engine: " + "; ".join(faults))
-    if len({node.kernels for node in found}) > 1:
-        logger.warning(
-            "the kernels of the nodes differ (%s), so the last bits of results may depend on the node",
-            ", ".join(f"{node.name}: {node.kernels or 'no C++ kernels'}" for node in found),
-        )
-
-
-def _own_kernels() -> str:
-    try:
-        from moeserve.ops.native import native_kernels  # imports torch, which may be missing
-    except ImportError:
-        return ""
-    kernels = native_kernels()
-    return kernels.isa() if kernels else ""
+    warn_of_other_kernels({node.name: node.kernels for node in found})
