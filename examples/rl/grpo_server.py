@@ -118,6 +118,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--transport", choices=["shm", "disk", "tcp"], default="shm")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # of the trainer: the curve depends on this number, by rounding
     checks = Checks()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options.seed)

@@ -33,7 +33,7 @@ from moeserve import (
 from moeserve.controls import PauseMode
 from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.weight_update import CHUNK_PREFIX, SHARED_MEMORY
-from moeserve.outputs import CompletionOutput, WeightSpan
+from moeserve.outputs import WeightSpan
 from moeserve.rl import WeightSender
 from moeserve.worker.weight_sources import packed_entry
 
@@ -469,54 +469,3 @@ def test_gates_of_zero_experts_that_transformers_sends_are_not_read(
     with LLM(str(trained.old), rl=True, **SETTINGS, **options) as llm:
         WeightSender(llm).send(trained.tensors)
         assert (llm.weight_checksums(), tokens(llm)) == expected
-
-
-@pytest.mark.parametrize("num_updates", [12, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
-def test_each_span_has_the_tokens_of_a_fresh_engine_of_its_version(trained: Trained, num_updates: int) -> None:
-    """Requests run all the time; versions alternate between the two checkpoints."""
-    folders = [trained.old, trained.new]
-
-    async def run() -> list[tuple[list[int], CompletionOutput]]:
-        llm = AsyncLLM(str(trained.old), rl=True, **SETTINGS)
-        ended: list[tuple[list[int], CompletionOutput]] = []
-        is_over, has_ended = False, asyncio.Event()
-
-        async def send_requests(first: int) -> None:
-            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-            prompt = [first, *range(2, 5 + first)]
-            while not is_over:
-                async for output in llm.generate(prompt, params):
-                    last = output.outputs[0]
-                ended.append((prompt, last))
-                has_ended.set()
-
-        clients = [asyncio.create_task(send_requests(first)) for first in range(1, 5)]
-        try:
-            for number in range(1, num_updates + 1):
-                has_ended.clear()
-                await has_ended.wait()
-                await llm.pause("retract", clear_cache=False)
-                await llm.start_weight_update()
-                await llm.update_weights({"update_info": {"path": str(folders[number % 2])}})
-                await llm.finish_weight_update(str(number))
-                await llm.resume()
-            is_over = True
-            await asyncio.gather(*clients)
-        finally:
-            llm.shutdown()
-        return ended
-
-    ended = asyncio.run(run())
-    spans = [(prompt, output.token_ids, span) for prompt, output in ended for span in output.weight_versions]
-    assert len(spans) > len(ended), "no request has seen an update"
-    for index, folder in enumerate(folders):
-        own = [each for each in spans if (0 if each[2].version == "default" else int(each[2].version)) % 2 == index]
-        assert own
-        with LLM(str(folder), **SETTINGS) as llm:
-            outputs = llm.generate(
-                [{"prompt_token_ids": [*prompt, *token_ids[: span.start]]} for prompt, token_ids, span in own],
-                [SamplingParams(temperature=0, max_tokens=span.stop - span.start, ignore_eos=True) for *_, span in own],
-                use_tqdm=False,
-            )
-        for (_, token_ids, span), output in zip(own, outputs, strict=True):
-            assert output.outputs[0].token_ids == token_ids[span.start : span.stop]

@@ -51,7 +51,7 @@ class ServerProcess:
         Some processes end, and are started again, when a rank has died.
         """
         wait_until(lambda: all(each.status == psutil.CONN_LISTEN for each in self._sockets()))
-        processes = self._processes()
+        processes = self.processes()
         return Holdings(
             sum(each.memory_full_info().uss for each in processes if not is_rank(each)),
             sum(each.memory_full_info().uss for each in processes if is_rank(each)),
@@ -71,13 +71,13 @@ class ServerProcess:
         """Return the number of processes that listen on the port."""
         return sum(each.status == psutil.CONN_LISTEN for each in self._sockets())
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         return [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
 
     def _sockets(self) -> list[Any]:
         """Return the sockets on the server's port: those that listen, and the connections of clients."""
         port = int(self.url.rsplit(":", 1)[1])
-        sockets = [each for process in self._processes() for each in process.net_connections("inet")]
+        sockets = [each for process in self.processes() for each in process.net_connections("inet")]
         return [each for each in sockets if each.laddr.port == port]
 
     def metric(self, name: str) -> float:
