@@ -77,7 +77,7 @@ class RowOperations(NamedTuple):
     add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
     add_scaled: Callable[[Tensor, Tensor, Tensor], Tensor]  # (a_TD, b_TD, factor [1] float32) -> (a + b) * factor
     gate_rows: GateRows
-    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. `rms_norm_in_place` writes to x.
+    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. `rms_norm_in_place`: into x.
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
     # (x_TD, weight_D, bias_D, epsilon) -> LayerNorm of x, [T, D]. `layer_norm_in_place` writes to x.
