@@ -62,6 +62,7 @@ from moeserve.controls import (
     StartUpdate,
 )
 from moeserve.engine.engine import Engine
+from moeserve.engine.in_flight import MAX_FRUITLESS_RESTARTS
 from moeserve.engine.launcher import WorkerGroup
 from moeserve.engine.protocol import FromReplica, ToReplica
 from moeserve.engine.replica_process import serve_epochs
@@ -789,7 +790,8 @@ class _EngineSimulation:
     @property
     def may_fail(self) -> bool:
         """True if calls and requests may end with an error."""
-        return self.fault_at is not None and self.scenario.on_failure == "end"
+        has_many = len(self.victims) > MAX_FRUITLESS_RESTARTS  # perhaps without a token between them
+        return has_many or (self.fault_at is not None and self.scenario.on_failure == "end")
 
     def latest_end(self) -> float:
         """Return the time until which requests end after the fault."""

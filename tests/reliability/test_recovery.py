@@ -270,3 +270,35 @@ def test_many_failures_leave_nothing_behind(reference: Reference, num_kills: int
         assert all(now <= then + 3 for now, then in zip(after[name], before[name], strict=True)), (name, before, after)
     gaps = sorted(run.gaps)
     print(f"{layout}: gap p50 {gaps[len(gaps) // 2]:.2f} s, longest {gaps[-1]:.2f} s", file=sys.stderr)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["dp4", "tp2dp2"])
+def test_the_longest_gap_of_tokens_by_fault(reference: Reference, layout: str) -> None:
+    """Measures only. Prints the figures of docs/parallelism.md."""
+    dice = random.Random(1)
+
+    def signal_one(number: signal.Signals) -> None:
+        os.kill(ranks_by_number()[dice.randrange(4)].pid, number)
+
+    with LLM(reference.folder, **LAYOUTS[layout], **SETTINGS) as llm:
+        run = Run(llm, reference)
+
+        def kill_an_engine() -> None:
+            dice.choice(llm.core.replicas).handle.kill()  # type: ignore[attr-defined]
+
+        faults: dict[str, Callable[[], object]] = {
+            "no fault": lambda: None,
+            "a rank is killed": lambda: signal_one(signal.SIGKILL),
+            "the engine of a replica is killed": kill_an_engine,
+            "a rank is stopped": lambda: signal_one(signal.SIGSTOP),
+        }
+        for name, fail in faults.items():
+            run.gaps.clear()
+            for _ in range(9):
+                run.with_failure(fail, num_tokens=1 + dice.randrange(40))
+            gaps = sorted(run.gaps)
+            load = os.getloadavg()[0]
+            print(
+                f"{layout}, {name}: median {gaps[4]:.2f} s, longest {gaps[8]:.2f} s, load {load:.0f}", file=sys.stderr
+            )
