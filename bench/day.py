@@ -38,6 +38,7 @@ HOURS = 24
 BUSIEST_HOUR = 15
 SWING = 7 / 9  # the busiest hour has (1 + SWING) / (1 - SWING) = 8 times the requests of the quietest
 REPLACED_AT = 12
+KV_CACHE = "256MiB"  # pages of the cache are taken as they are used: a small one is full soon, and memory then flat
 ALWAYS_DIRECT = 2**30  # tokens: no prompt is so long that the router has another server compute it
 
 
@@ -125,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not Path("/proc/self/smaps_rollup").exists():
         raise SettingsError("this benchmark reads /proc, which only Linux has")
 
-    engine = [*([options.model] if options.model else []), "--num-threads", str(max(1, usable_cores() // 2))]
+    threads = str(max(1, usable_cores() // 2))
+    engine = [*([options.model] if options.model else []), "--num-threads", threads, "--kv-cache-memory", KV_CACHE]
     # The router sends requests to the first one if both have equally many, so that is the busier one.
     replaced, stays = (Server(name, free_port(), engine) for name in ("engine 1", "engine 2"))
     flags = [flag for each in (replaced, stays) for flag in ("--prefill", each.url, "--decode", each.url)]

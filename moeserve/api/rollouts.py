@@ -286,7 +286,7 @@ class Rollouts:
         self._run_weights(finish_command(weight_version))
 
     def reload_weights(self) -> None:
-        """Load the weights of the checkpoint again, also if they are stale.
+        """Load the checkpoint's weights again. This works even if an update has left stale weights.
 
         Raises:
             WeightUpdateError, EngineError: as for `update_weights`.

@@ -276,7 +276,7 @@ class Session:
 
     @contextlib.contextmanager
     def _frontend(self) -> Iterator[None]:
-        """Hold the frontend lock. Afterwards, end the prompts that the garbage collector dropped meanwhile."""
+        """Hold the frontend lock. Afterwards, abort the requests whose users were garbage-collected meanwhile."""
         with self._frontend_lock:
             yield
         if self._to_end:

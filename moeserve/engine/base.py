@@ -253,7 +253,7 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
 
 
 def ready_of(loaded: Sequence[Loaded], epoch: int = 0) -> Ready:
-    """Return the message that a replica has loaded the model.
+    """Return the `Ready` message of a replica, which says that its ranks have loaded the model.
 
     Args:
         loaded: as for `new_scheduler`.

@@ -29,12 +29,12 @@ class Driver:
         step_timeout_s: float,
         load_timeout_s: float | None = None,
     ) -> None:
-        """Run the loop, and perform its effects, until it waits for the first time.
+        """Run the generator `Replica.run` until it waits for the first time, and perform the effects that it yields.
 
         Args:
             load_timeout_s: limit of a round that may load weights, if this is longer than `step_timeout_s`.
-            deliver: receives what the loop delivers during this call. The function is not stored, because a reference
-                to it would keep the owner of this object alive.
+            deliver: receives the deliveries (such as tokens) that the generator yields during this call. The function
+                is not stored, because a reference to it would keep the owner of this object alive.
         """
         self._executor = executor
         self._step_timeout_s = step_timeout_s

@@ -230,10 +230,10 @@ class ClientConnection:
     def sleep_s(self, *, heartbeat: bool) -> float | None:
         """Return the maximum time that an idle replica may sleep. None: no limit.
 
-        After a wake-up, a replica skips as many sleeps as there may be rounds in flight. The replica with the new
-        request may have sent rounds before the request arrived; these end idle, and only the round after them has the
-        request. After `Shutdown` the replica does not sleep at all, because the other replicas are about to receive it
-        too.
+        After a wake-up for a request of another replica, this replica skips as many sleeps as there may be rounds in
+        flight. The other replica may have sent rounds before its request arrived. Those rounds have nothing to compute,
+        and only the round after them has the request. After `Shutdown` the replica does not sleep at all, because the
+        other replicas are about to receive it too.
         """
         if not heartbeat:
             return None

@@ -62,8 +62,8 @@ def num_expert_chunks(width: int) -> int:
 def share_experts(width: int, num_slices: int, context: BuildContext) -> InputShare:
     """Return this rank's share of the width of each expert: one of `num_slices` slices, or with 1 the whole width.
 
-    Whole experts add their inputs in the same chunks as sliced experts. Experts in MXFP4 are never sliced, so they have
-    no chunks.
+    The down projection of a whole expert sums over its inputs in the same chunks as that of a sliced expert, so that
+    both give the same bytes. Experts in MXFP4 are never sliced, so they have no chunks.
     """
     assert num_slices in (1, context.tp.world_size)
     rank = context.tp.rank_in_group if num_slices > 1 else 0

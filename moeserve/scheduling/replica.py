@@ -65,14 +65,14 @@ class Events:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for a message or a result. The answer is `Events`."""
+    """Effect that a replica yields to wait for a message or for the result of a round. It receives `Events`."""
 
     heartbeat: bool  # True: answer without events after a heartbeat interval; False: wait without a limit
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Send a round to the ranks of the replica. The answer is None."""
+    """Effect that a replica yields to send a round to its ranks. It receives None."""
 
     work: Round
 

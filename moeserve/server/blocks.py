@@ -27,7 +27,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockEvent:
-    """The beginning of a block, a piece of its text, or its end."""
+    """The beginning of a content block of an answer, a piece of the block's text, or the block's end."""
 
     kind: Literal["begin", "piece", "end"]
     block: Block

@@ -27,7 +27,7 @@ class OverlapLimits:
         """Return True if a step runs as two halves. The result is the same on all ranks.
 
         Args:
-            num_rows: maximum number of rows of any replica, from the agreement.
+            num_rows: maximum number of rows of any replica, on which the replicas agreed before the step.
         """
         least = self.decode if is_decode_only else self.prefill
         return least is not None and num_rows >= least

@@ -304,11 +304,11 @@ class Worker:
 
     @torch.inference_mode()
     def start(self, work: Round) -> PendingRound:
-        """Agree with the other replicas, and start the step that follows. Collective: all ranks.
+        """Start a round: agree with the other replicas on its step, and start the step. Collective: all ranks.
 
-        There is no step if no replica has tokens or requests expert loads. There is no other round after an agreement
-        that stops the engine. A GPU may still be computing the step when this method returns. The next round may then
-        be started, but a third round only when this round is finished.
+        The round has no step if no replica has tokens or requests expert loads. No round follows an agreement that
+        stops the engine. A GPU may still be computing the step when this method returns. At most two rounds are in
+        flight: start a third round only after the first has finished.
 
         Raises:
             EngineError: the packed weights that were mapped from the cache turned out to be damaged.

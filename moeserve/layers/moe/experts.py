@@ -65,7 +65,7 @@ class Experts(nn.Module):
         return [*self.gate_up.memory_of_each, *self.down.memory_of_each]
 
     def forward(self, tokens: PackedTokens | SlottedTokens) -> Tensor:
-        """Return outputs in the layout of the tokens: [R, D] or [e, S, D]."""
+        """Return outputs in the layout of the tokens: [R, D] for R rows, or [e, S, D] for e experts of S slots each."""
         gate_up, down, groups = self.gate_up.product, self.down.product, tokens.groups
         output: Tensor
         match tokens:

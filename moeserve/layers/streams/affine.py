@@ -81,7 +81,7 @@ class FirstNorm:
 
 
 class FirstRows(nn.Module):
-    """The function that begins the stream, and the norm of its result."""
+    """The affine map of the embedded tokens that begins the residual stream, and the norm of its result."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()

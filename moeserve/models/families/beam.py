@@ -1,4 +1,4 @@
-"""Beam: a residual stream divided by the root of its number of terms, gated outputs, and query temperatures."""
+"""Beam: attention with gated outputs and query temperatures, and a residual stream divided by a root."""
 
 from __future__ import annotations
 
