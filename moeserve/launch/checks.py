@@ -16,6 +16,7 @@ from moeserve.errors import SettingsError, missing_extra
 logger = logging.getLogger(__name__)
 
 MAX_PORT = 65535
+PORTS_OF_RAY = range(10001, 20000)  # of its client server and, by default, its workers
 POLL_INTERVAL_S = 0.2
 SECONDS_TO_CONNECT = 2.0
 
@@ -82,6 +83,10 @@ def check_node(options: Launch, head: str, own: str) -> None:
         raise SettingsError(f"--remote-shell {options.remote_shell!r}: {error}") from None
     if not 1 <= options.port <= MAX_PORT:
         raise SettingsError(f"--port {options.port}: ports are from 1 to {MAX_PORT}")
+    if options.port in PORTS_OF_RAY:
+        raise SettingsError(
+            f"--port {options.port}: Ray's workers use ports {PORTS_OF_RAY[0]} to {PORTS_OF_RAY[-1]}; choose another"
+        )
     if options.model is not None and (why := why_unreadable(options.model)):
         message = f"the model cannot be read: {why}; every node needs it under the same path"
         if is_head:

@@ -113,7 +113,7 @@ def remote_shell(folder: Path, *lines: str) -> str:
         (dict(interface="10.1.0.0/99"), ["10.1.0.0/99"]),
         (dict(interface="eth1"), ["--head 127.0.0.1", "eth1", "10.1.2.3"]),
         (dict(model="/no/model"), ["/no/model/config.json"]),
-        *((dict(port=port), [f"--port {port}"]) for port in (-1, 0, 65536)),
+        *((dict(port=port), [f"--port {port}"]) for port in (-1, 0, 10001, 19999, 65536)),
         *(
             (dict(hosts=["10.1.2.4"], remote_shell=shell), [f"--remote-shell {shell!r}"])
             for shell in ("", " ", "ssh -o 'ProxyCommand")
