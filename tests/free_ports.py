@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-LOWEST = 10_000
+LOWEST = 20_000  # below are the ports of Ray's workers
 RANGE_OF_SYSTEM = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
