@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from moeserve.controls import (
     INITIAL_VERSION,
     MEMORY_TAGS,
     PAUSE_MODES,
+    CancelUpdate,
     Command,
     EndSleep,
     FinishUpdate,
@@ -29,7 +31,7 @@ from moeserve.controls import (
     Sleep,
     StartUpdate,
 )
-from moeserve.errors import EngineError, RequestError, WeightUpdateError, nearest, shown
+from moeserve.errors import EngineError, MoeserveError, RequestError, WeightUpdateError, nearest, shown
 
 SALT_BYTES = 32
 _TRAINER = re.compile(r"[^\s:]+:\d{1,5} [0-9a-f]{64}")  # address and key
@@ -121,6 +123,16 @@ def load_command(request: Any) -> LoadTensors | ReceiveTensors:
 def finish_command(version: str | None) -> FinishUpdate:
     """Return the command of `finish_weight_update`; if no version is given, the engine chooses one."""
     return FinishUpdate(version=version or "", salt=_new_salt())
+
+
+def whole_update(path: str | None, version: str | None) -> tuple[Command, ...]:
+    """Return the commands of `update_weights_from_folder`, in order.
+
+    Raises:
+        RequestError: the path is empty or no text.
+    """
+    load = () if path is None else (load_command({"update_info": {"path": path}}),)
+    return start_command(None), *load, finish_command(version)
 
 
 def require_success(outcome: Outcome | None) -> Outcome:
@@ -285,15 +297,35 @@ class Rollouts:
         """
         self._run_weights(finish_command(weight_version))
 
+    def update_weights_from_folder(self, path: str | None, weight_version: str | None = None) -> None:
+        """Begin an update, copy the tensors of a folder, and end the update. An error cancels it.
+
+        Args:
+            path: a folder with safetensors files; None: only give the weights another version.
+            weight_version: name of the new version; None: a new name.
+
+        Raises:
+            RequestError: the path is empty or no text.
+            WeightUpdateError: as for the three calls. If a tensor had been copied, the weights are stale now; else the
+                engine serves the old weights.
+            EngineError: the engine was shut down, or has failed.
+        """
+        commands = whole_update(path, weight_version)
+        try:
+            for command in commands:
+                self._run_weights(command)
+        except (WeightUpdateError, KeyboardInterrupt):
+            with contextlib.suppress(MoeserveError):  # the first error says more
+                self._run_control(CancelUpdate())
+            raise
+
     def reload_weights(self) -> None:
         """Load the checkpoint's weights again. This works even if an update has left stale weights.
 
         Raises:
             WeightUpdateError, EngineError: as for `update_weights`.
         """
-        self.start_weight_update()
-        self.update_weights({"update_info": {"path": self.session.engine.config.weights.model_path}})
-        self.finish_weight_update(INITIAL_VERSION)
+        self.update_weights_from_folder(self.session.engine.config.weights.model_path, INITIAL_VERSION)
 
     def get_weight_version(self) -> str:
         """Return the version of the weights after the last update; "default" before the first update."""
@@ -373,11 +405,13 @@ class AsyncRollouts:
         """See `LLM.finish_weight_update`."""
         await self._run_weights(finish_command(weight_version))
 
+    async def update_weights_from_folder(self, path: str | None, weight_version: str | None = None) -> None:
+        """See `LLM.update_weights_from_folder`. If the calling task is cancelled, the update continues."""
+        await asyncio.shield(self._run_update(whole_update(path, weight_version)))
+
     async def reload_weights(self) -> None:
         """See `LLM.reload_weights`."""
-        await self.start_weight_update()
-        await self.update_weights({"update_info": {"path": self.session.engine.config.weights.model_path}})
-        await self.finish_weight_update(INITIAL_VERSION)
+        await self.update_weights_from_folder(self.session.engine.config.weights.model_path, INITIAL_VERSION)
 
     async def get_weight_version(self) -> str:
         """See `LLM.get_weight_version`."""
@@ -386,6 +420,16 @@ class AsyncRollouts:
     async def weight_checksums(self) -> dict[str, str]:
         """See `LLM.weight_checksums`."""
         return (await self._run_weights(ReadChecksums())).checksums
+
+    async def _run_update(self, commands: Sequence[Command]) -> None:
+        """Run the commands of an update. An error, or the end of the event loop, cancels the update."""
+        try:
+            for command in commands:
+                await self._run_weights(command)
+        except (WeightUpdateError, asyncio.CancelledError):
+            with contextlib.suppress(MoeserveError):  # the first error says more
+                await self._run_control(CancelUpdate())
+            raise
 
     async def _run_weights(self, command: Command) -> Outcome:
         return require_success(await self._run_control(command))

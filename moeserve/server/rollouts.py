@@ -129,9 +129,7 @@ def _add_weight_routes(app: FastAPI, service: Service, of_trainer: list[Any]) ->
         if body.weight_dir is None:
             await finished(llm.update_weights({"update_info": body.update_info}))
         else:
-            await finished(llm.start_weight_update())
-            await finished(llm.update_weights({"update_info": {"path": body.weight_dir}}))
-            await finished(llm.finish_weight_update(Path(body.weight_dir).name))
+            await finished(llm.update_weights_from_folder(body.weight_dir, Path(body.weight_dir).name))
         return {"message": "Weights updated"}
 
     @app.post("/finish_weight_update", dependencies=of_trainer)

@@ -85,9 +85,7 @@ def add_sglang_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> 
     @app.post("/update_weights_from_disk", dependencies=of_trainer)
     async def update_weights_from_disk(body: FolderBody) -> dict[str, Any]:
         version = Path(body.model_path).name if body.weight_version is None else body.weight_version
-        await finished(llm.start_weight_update())
-        await finished(llm.update_weights({"update_info": {"path": body.model_path}}))
-        await finished(llm.finish_weight_update(version))
+        await finished(llm.update_weights_from_folder(body.model_path, version))
         return _done("Weights updated")
 
     @app.post("/abort_request", dependencies=of_trainer)
@@ -98,8 +96,7 @@ def add_sglang_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> 
     @app.post("/update_weight_version", dependencies=of_trainer)
     async def update_weight_version(body: VersionBody) -> dict[str, Any]:
         """Name a new version of the weights. Prefixes computed with the old version are not found any more."""
-        await finished(llm.start_weight_update())
-        await finished(llm.finish_weight_update(body.new_version))
+        await finished(llm.update_weights_from_folder(None, body.new_version))
         return {"success": True, "new_version": body.new_version}
 
     @app.get("/get_weight_version", dependencies=of_trainer)

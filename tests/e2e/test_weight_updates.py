@@ -312,6 +312,24 @@ def test_an_engine_outlives_nonsense(
     assert (llm.weight_checksums(), tokens(llm)) == (old, expected)
 
 
+def test_a_folder_that_lacks_tensors_ends_its_update(trained: Trained, llm: LLM, tmp_path: Path) -> None:
+    old, expected = llm.weight_checksums(), tokens(llm)
+    with pytest.raises(WeightUpdateError, match="nowhere"):
+        llm.update_weights_from_folder("/nowhere", "new")
+    with pytest.raises(RequestError, match="update_info"):
+        llm.update_weights_from_folder("")
+    assert not llm.session.engine.weights.is_updating, "requests would wait for weight_update_timeout"
+    assert (llm.weight_checksums(), tokens(llm), llm.get_weight_version()) == (old, expected, "default")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({name: trained.tensors[name].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightUpdateError, match=r"partly filled.*k_proj"):
+        llm.update_weights_from_folder(str(tmp_path), "new")
+    with pytest.raises(StaleWeightsError):  # one tensor was copied
+        tokens(llm)
+    llm.update_weights_from_folder(str(trained.new), "new")
+    assert (llm.weight_checksums(), llm.get_weight_version()) == (fresh(trained, trained.new)[0], "new")
+
+
 def test_only_some_weights_can_be_updated(trained: Trained, llm: LLM) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     old = llm.weight_checksums()

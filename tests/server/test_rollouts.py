@@ -142,6 +142,20 @@ def test_a_folder_is_a_whole_update(server: RunningServer, tmp_path: Path) -> No
         assert http.post("/reload_weights").status_code == 200
 
 
+def test_a_wrong_folder_leaves_the_old_weights_in_service(server: RunningServer, tmp_path: Path) -> None:
+    """Each call that is a whole update ends it if it fails, so that the next request need not wait for its timeout."""
+    body = {"model": MODEL, "prompt": [3, 1, 4], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    save_file({"unknown.weight": Tensor([1.0])}, tmp_path / "model.safetensors")
+    with server.http(headers=ADMIN) as http:
+        expected = http.post("/v1/completions", json=body).json()["choices"]
+        for folder in ("/nowhere", str(tmp_path)):
+            for path, field in (("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path")):
+                assert http.post(path, json={field: folder}).status_code == 409, path
+                assert http.post("/v1/completions", json=body).json()["choices"] == expected
+        assert http.post("/update_weights", json={"weight_dir": ""}).status_code == 400
+        assert http.post("/v1/completions", json=body).json()["choices"] == expected
+
+
 def test_wrong_updates_have_their_own_statuses(server: RunningServer, tmp_path: Path) -> None:
     wrong: list[tuple[str, Any, int, str]] = [
         ("/update_weights", {"update_info": {"path": "/nowhere"}}, 409, "start_weight_update"),
