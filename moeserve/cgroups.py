@@ -31,7 +31,7 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Return the bytes that this process and others of its cgroups may use together; None if no cgroup limits it.
+    """Return the bytes beyond which the kernel kills processes of a cgroup of this one; None if no cgroup limits it.
 
     Args:
         root: as for `cpu_quota`.
@@ -57,8 +57,8 @@ def _kills(folder: Path) -> int:
 
 def _limits(folder: Path) -> list[str]:
     """Return the limits of one cgroup in bytes, or words that mean that there is none."""
-    if _is_version_2(folder):  # processes that exceed `memory.high` are slowed down until they hardly proceed
-        return _words(folder / "memory.max") + _words(folder / "memory.high")
+    if _is_version_2(folder):
+        return _words(folder / "memory.max")
     # The statistics also have the least limit of all parents, even of invisible ones.
     return [*_words(folder / "memory.limit_in_bytes"), _statistics(folder).get("hierarchical_memory_limit", "")]
 
@@ -95,7 +95,8 @@ def _memory_left(folder: Path) -> Iterator[int]:
     # A file that was read twice is active, and is as easily dropped from memory as any other. Mapped ones, such as the
     # code of libraries, would soon be read again.
     cached = max(inactive, inactive + active - mapped)
-    for limit in _limits(folder):
+    # Processes that exceed `memory.high`, of version 2, are slowed down until they hardly proceed.
+    for limit in _limits(folder) + _words(folder / "memory.high"):
         if usage and limit.isdecimal():  # not "max"
             yield max(0, int(limit) - int(usage[0]) + cached)
 

@@ -16,6 +16,7 @@ from moeserve.engine.protocol import FromReplica
 from moeserve.executor.hosts.pool import HostPool
 from moeserve.machine import usable_cores
 from moeserve.processes.local import start_process
+from moeserve.processes.memory_kills import MEMORY_KILLS
 from moeserve.processes.progress_records import ProgressRecord, ProgressRecords
 from moeserve.worker.protocol import RankStart
 
@@ -28,6 +29,7 @@ class ProcessStarter:
         Args:
             hosts: the other hosts that have ranks; None: all ranks run on this host.
         """
+        MEMORY_KILLS.forget()
         num_replicas, num_ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
         self._config, self._hosts, self._show_progress = config, hosts, show_progress
         self._seats = list(range(num_replicas))  # seats of the replicas, see `RankStart`
@@ -41,6 +43,7 @@ class ProcessStarter:
         self._worker_group = secrets.token_hex(8)
 
     def begin_epoch(self, config: EngineConfig, survivors: Sequence[int]) -> None:
+        MEMORY_KILLS.forget()
         self._config, self._seats = config, [self._seats[replica] for replica in survivors]
         self._store.close()
         self._store = start_store(self._hosts.host if self._hosts else None)

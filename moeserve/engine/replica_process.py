@@ -17,6 +17,7 @@ from moeserve.processes import progress_records
 from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
 from moeserve.processes.failures import FailureReport, report_of
+from moeserve.processes.memory_kills import MEMORY_KILLS
 from moeserve.processes.supervision import SECONDS_TO_COLLECT, WatchedProcess, collect_failures, end_all
 from moeserve.protocol import Delivery, ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.replica import Replica
@@ -131,6 +132,7 @@ def _replace(
 ) -> None:
     """Replace the ranks with these indices, and let all other ranks join the new ranks."""
     end_all([ranks[index] for index in lost])  # before their places are used again
+    MEMORY_KILLS.forget()
     for index, number in enumerate(first.numbers_of_replica):
         if index in lost:
             ranks[index] = start(first, number)

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from moeserve import errors
-from moeserve.cgroups import memory_kills, memory_limit
 from moeserve.errors import DistributedError, EngineError, MoeserveError
-from moeserve.machine import shown_bytes
+from moeserve.processes.memory_kills import MEMORY_KILLS
 
 # Frames of torch that only forward a call from one layer of a model to the next are left out of tracebacks.
 FORWARDING_FILES = (
@@ -71,17 +70,15 @@ def as_error(report: FailureReport, context: str) -> MoeserveError:
     return EngineError(f"{context}: {report}")
 
 
-def shown_status(status: int, memory_kills_before: int) -> str:
-    """Return a description of an exit status for messages.
+def shown_status(status: int, num_memory_kills: int) -> str:
+    """Return a description of an exit status for messages. Call this once for each process that has ended.
 
     Args:
         status: a negative one is the number of a signal.
-        memory_kills_before: `memory_kills` when the process was started.
+        num_memory_kills: `MEMORY_KILLS.count` when the process was started.
     """
-    if status == -signal.SIGKILL and memory_kills() > memory_kills_before:
-        limit = memory_limit()
-        what = "the memory of the host" if limit is None else f"the memory limit of its cgroup, {shown_bytes(limit)},"
-        return f"killed by SIGKILL ({what} was exhausted)"
+    if status == -signal.SIGKILL and (cause := MEMORY_KILLS.take_cause(num_memory_kills)):
+        return cause
     if status >= 0:
         return f"ended with exit status {status}"
     try:

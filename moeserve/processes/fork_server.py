@@ -4,8 +4,8 @@ A process starts its server with its first rank, and the server exits with that 
 engine has been shut down, so that the next start is fast. Ranks can start further ranks through the same server.
 Environment variables, working folder, import path, usable cores and output of a new process are those of the process
 that requests the new process. A fork cannot change variables that libraries have read while they were loaded, so there
-is one server for each set of such variables. This is the only process-wide state of the package: a second engine must
-find the server of the first.
+is one server for each set of such variables. The servers and `MEMORY_KILLS` are the only process-wide state of the
+package: a second engine must find the server of the first.
 
 If a server cannot be used or was killed, processes are started without it. Processes that the server has forked
 continue.
@@ -32,13 +32,13 @@ from typing import NoReturn
 
 import msgspec
 
-from moeserve.cgroups import memory_kills
 from moeserve.errors import EngineError
 from moeserve.processes import child
 from moeserve.processes.channel import frame, receive_frame
 from moeserve.processes.failures import shown_status
 from moeserve.processes.interpreter import import_path, same_modules, working_folder
 from moeserve.processes.local_sockets import NO_SIGNAL
+from moeserve.processes.memory_kills import MEMORY_KILLS
 from moeserve.processes.streams import copy_of_stream
 
 assert sys.platform == "linux"
@@ -80,7 +80,7 @@ class ForkedProcess:
         self._pidfd: int | None = pidfd
         self._reports = reports
         self._cause: str | None = None
-        self._memory_kills = memory_kills()
+        self._num_memory_kills = MEMORY_KILLS.count()
 
     @property
     def watched_fds(self) -> list[int]:
@@ -91,7 +91,7 @@ class ForkedProcess:
             self._reports.settimeout(SECONDS_TO_REPORT)
             try:
                 status = msgspec.msgpack.decode(receive_frame(self._reports), type=int)
-                self._cause = shown_status(status, self._memory_kills)
+                self._cause = shown_status(status, self._num_memory_kills)
             except (EOFError, OSError):
                 self._cause = "ended; its exit status is unknown, because the fork server was killed or is stopped"
         return self._cause

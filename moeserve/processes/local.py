@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from moeserve.cgroups import memory_kills
 from moeserve.errors import EngineError
 from moeserve.processes.channel import frame
 from moeserve.processes.child import FIRST_BYTE, Launch
 from moeserve.processes.failures import shown_status
 from moeserve.processes.interpreter import same_modules
 from moeserve.processes.logs import log_format, log_level
+from moeserve.processes.memory_kills import MEMORY_KILLS
 from moeserve.processes.supervision import ProcessHandle, WatchedProcess, open_pidfd
 
 if sys.platform == "linux":
@@ -91,7 +91,8 @@ class SpawnedProcess:
         if not sys.executable:
             raise EngineError("sys.executable is empty, so this Python cannot start the processes of ranks")
         fd = channel.fileno()
-        self._memory_kills = memory_kills()
+        self._cause: str | None = None
+        self._num_memory_kills = MEMORY_KILLS.count()
         self._process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "child", str(fd), target],
             pass_fds=[fd],
@@ -107,8 +108,9 @@ class SpawnedProcess:
         return [] if self._pidfd is None else [self._pidfd]
 
     def exit_cause(self) -> str | None:
-        status = self._process.poll()
-        return None if status is None else shown_status(status, self._memory_kills)
+        if self._cause is None and (status := self._process.poll()) is not None:
+            self._cause = shown_status(status, self._num_memory_kills)
+        return self._cause
 
     def kill(self) -> None:
         if self._process.poll() is None:

@@ -21,6 +21,7 @@ from moeserve.errors import CheckpointError, EngineError
 from moeserve.processes.failures import MEANINGS, FailureReport, as_error, root_cause
 from moeserve.processes.fork_server import ForkedProcess
 from moeserve.processes.local import SpawnedProcess, start_process
+from moeserve.processes.memory_kills import MEMORY_KILLS
 from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
 
 Start = Callable[..., WatchedProcess[str]]
@@ -129,6 +130,31 @@ def test_a_failure_is_reported_with_its_cause(
     assert (report.name, report.cause, report.error) == ("rank 1", cause, error)
     assert report.is_consequence == (error == "DistributedError")
     assert ("watched.py" in report.traceback) == (do == "raise")
+
+
+@BOTH_WAYS
+def test_an_older_process_that_is_killed_after_one_without_memory_has_its_own_cause(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "proc/self/cgroup": "0::/",
+        "proc/self/mountinfo": "31 23 0:32 / /groups rw - cgroup2 cgroup2 rw",
+        "groups/memory.current": "700",
+        "groups/memory.max": "2097152",
+        "groups/memory.events": "oom_kill 2",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(MEMORY_KILLS, "root", tmp_path)
+    older, victim = start("echo", "rank 0"), start("echo", "rank 1")
+    (tmp_path / "groups/memory.events").write_text("oom_kill 3\n")
+    victim.kill()
+    expected = FailureReport(name="rank 1", cause="the kernel killed it for lack of memory (limit 2.00 MiB)")
+    assert first_failures(victim) == [expected]
+    older.kill()
+    assert first_failures(older) == [FailureReport(name="rank 0", cause="killed by SIGKILL")]
+    assert victim.failures() == [expected]
 
 
 @BOTH_WAYS

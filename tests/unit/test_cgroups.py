@@ -174,7 +174,7 @@ def test_the_least_memory_left_in_all_groups_above_a_process(case: str, tmp_path
 
 LIMITS: dict[str, int | None] = {
     "version 1": 1000,
-    "version 2, high": 800,
+    "version 2, high": 1000,
     "none": None,
     "a parent's, version 1": 900,
     "an invisible parent's": 500,
