@@ -147,6 +147,7 @@ def test_an_older_process_that_is_killed_after_one_without_memory_has_its_own_ca
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(MEMORY_KILLS, "root", tmp_path)
+    monkeypatch.setattr(MEMORY_KILLS, "_num_explained", 0)
     older, victim = start("echo", "rank 0"), start("echo", "rank 1")
     (tmp_path / "groups/memory.events").write_text("oom_kill 3\n")
     victim.kill()
