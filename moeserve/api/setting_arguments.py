@@ -95,8 +95,8 @@ class SettingArguments(TypedDict, total=False):
     """sampling parameters that replace these defaults, such as {"temperature": 0.5} (a dict (in JSON, an object) or
     None; default: None)."""
     rl: bool
-    """let a trainer update the weights (docs/rl.md); moeserve serve then has its routes, which need --admin-key
-    (True or False; default: False)."""
+    """let a trainer update the weights (docs/rl.md); moeserve serve then has trainers' routes, which need the
+    administrator's key, or no key with --rl-without-key (True or False; default: False)."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
     """what logprobs and prompt_logprobs return; raw: the model's; processed: those with which a token is drawn,
     after bias, penalties, temperature, min_p, top_k and top_p (for a prompt: after the temperature only); logits:

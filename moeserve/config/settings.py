@@ -129,7 +129,8 @@ class ModelSettings:
     )
     rl: bool = setting(
         False,
-        "let a trainer update the weights (docs/rl.md); moeserve serve then has its routes, which need --admin-key",
+        "let a trainer update the weights (docs/rl.md); moeserve serve then has trainers' routes, which need the "
+        "administrator's key, or no key with --rl-without-key",
     )
     logprobs_mode: LogprobsMode = setting(
         "raw_logprobs",

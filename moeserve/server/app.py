@@ -26,7 +26,7 @@ from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses, stored_responses
 from moeserve.server.openai.response_store import ResponseStore
-from moeserve.server.operators import add_operator_routes, for_administrators
+from moeserve.server.operators import add_operator_routes, for_administrators, for_programs
 from moeserve.server.rollouts import add_rollout_routes
 from moeserve.server.scaling import add_scale_route
 from moeserve.server.schema import UNSUPPORTED
@@ -92,9 +92,9 @@ def build_app(service: Service, settings: ServerSettings, keys: Keys, budget: By
     # Routes are tried in order, so the routes that clients use most come first.
     _add_model_routes(app, service, ResponseStore() if settings.response_store else None)
     _add_status_routes(app, service, statistics)
-    add_operator_routes(app, service, keys)
+    of_trainer = for_programs() if settings.rl_without_key else for_administrators(keys)
+    add_operator_routes(app, service, of_trainer)
     if service.llm.config.weights.rl:
-        of_trainer = [] if settings.rl_without_key else for_administrators(keys)
         add_rollout_routes(app, service, of_trainer)
         add_sglang_routes(app, service, of_trainer)
         add_token_generation_route(app, service, of_trainer)

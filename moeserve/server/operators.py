@@ -23,8 +23,12 @@ SHOWN_SETTINGS = (
 )
 
 
-def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
-    """Add the routes for operators."""
+def add_operator_routes(app: FastAPI, service: Service, of_administrator: list[Any]) -> None:
+    """Add the routes for operators.
+
+    Args:
+        of_administrator: dependencies of `/reset_prefix_cache`, which refuse other clients.
+    """
 
     @app.get("/ping", response_class=PlainTextResponse)
     @app.post("/ping", response_class=PlainTextResponse, include_in_schema=False)
@@ -53,10 +57,9 @@ def add_operator_routes(app: FastAPI, service: Service, keys: Keys) -> None:
             "config": {name: settings[name] for name in SHOWN_SETTINGS},
         }
 
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache(request: Request) -> dict[str, bool]:
+    @app.post("/reset_prefix_cache", dependencies=of_administrator)
+    async def reset_prefix_cache() -> dict[str, bool]:
         """Reset the prefix cache, so that later requests find no prefix of earlier requests."""
-        require_administrator(keys, request.headers)
         service.reset_prefix_cache()
         return {"success": True}
 
@@ -80,6 +83,20 @@ def for_administrators(keys: Keys) -> list[Any]:
         require_administrator(keys, request.headers)
 
     return [Depends(require_key)]
+
+
+def for_programs() -> list[Any]:
+    """Return the dependencies of routes that need no key, but that no web page may reach.
+
+    A page can send requests to servers that only the machine of its visitor reaches. Browsers add at least one of the
+    two headers to such requests; trainers send neither.
+    """
+
+    def refuse_web_pages(request: Request) -> None:
+        if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
+            raise ApiError(403, "web pages may not use the routes for trainers", code="web_page_refused")
+
+    return [Depends(refuse_web_pages)]
 
 
 def require_administrator(keys: Keys, headers: Mapping[str, str]) -> None:

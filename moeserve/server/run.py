@@ -42,6 +42,13 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     settings.read_chat_template()
     with contextlib.closing(listen(settings)) as listener:  # if the port is in use, raise the error before loading
         for_engine = _in_own_processes(parse_settings(engine_settings))
+        settings.check_rl(for_engine.model.rl)
+        if settings.rl_without_key:
+            logger.warning(
+                "rl_without_key: every program that reaches %s:%d can pause the engine and replace its weights, with "
+                "/pause, /update_weights and the other routes for trainers",
+                *listener.getsockname()[:2],
+            )
         if settings.served_model_name is None:
             name = default_model.model_name(for_engine.model.model)
             settings = dataclasses.replace(settings, served_model_name=[name])

@@ -46,7 +46,7 @@ class ServerSettings:
         None, "key for POST /reset_prefix_cache and, if there is one, for POST /scale"
     )
     rl_without_key: bool = setting(
-        False, "with rl: no route for trainers needs admin_key; only where nobody else reaches the server"
+        False, "with rl: trainers' routes need no key; every program that reaches the server can replace the weights"
     )
     max_body_bytes: PositiveInt = setting(8 * 2**20, "maximum bytes of a request's body")
     max_bytes_in_flight: PositiveInt = setting(
@@ -86,6 +86,26 @@ class ServerSettings:
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
     ssl_keyfile: str | None = setting(None, "private key of the certificate, as a PEM file")
+
+    def check_rl(self, rl: bool) -> None:
+        """Raise SettingsError if `rl_without_key` does not fit the other settings.
+
+        Args:
+            rl: the engine's setting of this name.
+        """
+        if not self.rl_without_key:
+            return
+        if not rl:
+            raise SettingsError(
+                "rl_without_key=True opens the routes for trainers, which exist only with rl: set rl=True, or leave "
+                "rl_without_key out"
+            )
+        for name in ("api_key", "api_key_file", "admin_key"):
+            if getattr(self, name):
+                raise SettingsError(
+                    f"rl_without_key=True and {name} exclude each other: leave {name} out, or leave rl_without_key out "
+                    "and give trainers the admin_key"
+                )
 
     @property
     def parser_name(self) -> str | None:

@@ -21,8 +21,10 @@ from server_process import serving
 from tiny_model import save_tiny_model
 from torch import Tensor
 
-from moeserve import AsyncLLM
+from moeserve import AsyncLLM, CheckpointError, SettingsError
 from moeserve.rl import WeightSender
+from moeserve.server.run import serve
+from moeserve.server.settings import ServerSettings
 
 ADMIN = {"Authorization": "Bearer admin"}
 ROUTES = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused")]
@@ -54,6 +56,47 @@ def test_weight_routes_need_the_setting_and_the_key(
         assert http.get("/weight_info", headers=ADMIN).json() == {"weight_version": "default"}
     with tiny_server.http() as http:
         assert http.request(method, path).status_code == 404
+
+
+OF_PAGES = [{"Origin": "http://localhost:3000"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}]
+
+
+def test_without_keys_programs_reach_the_routes_and_web_pages_do_not(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    llm = AsyncLLM(folder, dtype="float32", max_model_len=64, rl=True, show_progress=False)
+    routes = [*WEIGHT_ROUTES, *ROUTES, *SGLANG_ROUTES, ("POST", "/reset_prefix_cache"), ("POST", "/abort_requests")]
+    with running(llm, rl_without_key=True, cors_origin=["*"]) as server, server.http() as http:
+        for method, path in routes:
+            for headers in OF_PAGES:
+                answer = http.request(method, path, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "web_page_refused"), path
+        assert http.get("/weight_info").json() == {"weight_version": "default"}
+        assert http.get("/weight_info", headers={"Sec-Fetch-Site": "none"}).status_code == 200  # typed by a user
+        assert http.post("/reset_prefix_cache").json() == {"success": True}
+        assert http.get("/health", headers=OF_PAGES[0]).status_code == 200
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["api_key", "api_key_file", "admin_key"])
+def test_keys_exclude_routes_without_keys(tmp_path: Path, name: str) -> None:
+    (tmp_path / "keys").write_text("KEY")
+    value: Any = str(tmp_path / "keys") if name == "api_key_file" else ["KEY"]
+    with pytest.raises(SettingsError, match=rf"rl_without_key.*{name}.*leave {name} out"):
+        serve(ServerSettings(port=0, rl_without_key=True, **{name: value}), {"model": "/nowhere", "rl": True})
+
+
+def test_routes_without_keys_need_rl() -> None:
+    with pytest.raises(SettingsError, match=r"rl_without_key.*set rl=True"):
+        serve(ServerSettings(port=0, rl_without_key=True), {"model": "/nowhere"})
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_log_says_that_the_routes_are_open(caplog: pytest.LogCaptureFixture, is_open: bool) -> None:
+    with pytest.raises(CheckpointError, match="/nowhere"):
+        serve(ServerSettings(port=0, rl_without_key=is_open), {"model": "/nowhere", "rl": True})
+    found = [record.getMessage() for record in caplog.records if "rl_without_key" in record.getMessage()]
+    assert len(found) == is_open
+    assert all("127.0.0.1:" in text and "/update_weights" in text for text in found)
 
 
 def new_tensors(server: RunningServer) -> dict[str, Tensor]:
