@@ -28,6 +28,10 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Run steps again after `Pause`."""
 
 
+class EndRequests(msgspec.Struct, frozen=True, tag="end-requests"):
+    """End the requests in flight with the tokens they have. A pause stays as it is."""
+
+
 class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
     """Return memory to the operating system. Follows a `Pause` that forgets all prefixes and keeps no request's cache.
 
@@ -74,6 +78,7 @@ class FinishUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="finish-update
 
     version: str  # empty: the engine chooses one before ranks see the command
     salt: bytes  # see `Pause`
+    is_checkpoint: bool = False  # all tensors of the checkpoint were loaded again
 
 
 class CancelUpdate(msgspec.Struct, frozen=True, tag="cancel-update"):
@@ -85,7 +90,7 @@ class ReadChecksums(msgspec.Struct, frozen=True, tag="read-checksums"):
 
 
 WeightCommand: TypeAlias = StartUpdate | LoadTensors | ReceiveTensors | FinishUpdate | CancelUpdate | ReadChecksums
-Command: TypeAlias = Pause | Resume | Sleep | EndSleep | WeightCommand
+Command: TypeAlias = Pause | Resume | EndRequests | Sleep | EndSleep | WeightCommand
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
@@ -112,9 +117,10 @@ class ControlResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightState(msgspec.Struct, frozen=True):
-    """The weights of all ranks, and the memory that they use."""
+    """The weights of all ranks, and the memory that they use. Without arguments: those of the checkpoint, in use."""
 
     version: str = INITIAL_VERSION
+    differs: bool = False  # an update has ended since the checkpoint's weights were loaded, under whatever version
     is_updating: bool = False  # an update has begun and not ended
     is_stale: bool = False  # weights are of several versions, or older than requests expect, so no request is served
     asleep: tuple[MemoryTag, ...] = ()  # memory that was returned to the system

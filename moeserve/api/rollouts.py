@@ -18,6 +18,7 @@ from moeserve.controls import (
     PAUSE_MODES,
     CancelUpdate,
     Command,
+    EndRequests,
     EndSleep,
     FinishUpdate,
     LoadTensors,
@@ -34,6 +35,7 @@ from moeserve.controls import (
 from moeserve.errors import EngineError, MoeserveError, RequestError, WeightUpdateError, nearest, shown
 
 SALT_BYTES = 32
+MAX_SIZE = 2**31  # of one dimension of a tensor
 _TRAINER = re.compile(r"[^\s:]+:\d{1,5} [0-9a-f]{64}")  # address and key
 TRANSPORTS = ("disk", "shm", "tcp")
 
@@ -95,8 +97,15 @@ def check_transport(request: Any) -> None:
 
 
 def start_command(shapes: Mapping[str, Sequence[int]] | None, *, only_drafts: bool = False) -> StartUpdate:
-    """Return the command of `start_weight_update`, or of `start_draft_weight_update`."""
+    """Return the command of `start_weight_update`, or of `start_draft_weight_update`.
+
+    Raises:
+        RequestError: a size is larger than `MAX_SIZE`.
+    """
     given = {name: [int(size) for size in shape] for name, shape in (shapes or {}).items()}
+    for name, shape in given.items():
+        if any(size > MAX_SIZE for size in shape):
+            raise RequestError(f"shapes[{shown(name)}]: sizes must be at most {MAX_SIZE}", parameter="shapes")
     return StartUpdate(shapes=given, only_drafts=only_drafts)
 
 
@@ -120,19 +129,24 @@ def load_command(request: Any) -> LoadTensors | ReceiveTensors:
     )
 
 
-def finish_command(version: str | None) -> FinishUpdate:
+def finish_command(version: str | None, *, is_checkpoint: bool = False) -> FinishUpdate:
     """Return the command of `finish_weight_update`; if no version is given, the engine chooses one."""
-    return FinishUpdate(version=version or "", salt=_new_salt())
+    return FinishUpdate(version=version or "", salt=_new_salt(), is_checkpoint=is_checkpoint)
 
 
-def whole_update(path: str | None, version: str | None) -> tuple[Command, ...]:
-    """Return the commands of `update_weights_from_folder`, in order.
+def whole_update(path: str | None, version: str | None, *, is_checkpoint: bool = False) -> tuple[Command, ...]:
+    """Return the commands of `update_weights_from_folder`, or of `reload_weights`, in order.
 
     Raises:
         RequestError: the path is empty or no text.
     """
     load = () if path is None else (load_command({"update_info": {"path": path}}),)
-    return start_command(None), *load, finish_command(version)
+    return start_command(None), *load, finish_command(version, is_checkpoint=is_checkpoint)
+
+
+def reload_commands(config: EngineConfig) -> tuple[Command, ...]:
+    """Return the commands of `reload_weights`, in order."""
+    return whole_update(config.weights.model_path, INITIAL_VERSION, is_checkpoint=True)
 
 
 def require_success(outcome: Outcome | None) -> Outcome:
@@ -186,6 +200,14 @@ class Rollouts:
             EngineError: the engine was shut down, or has failed.
         """
         self._run_control(Resume())
+
+    def end_requests(self) -> None:
+        """End the requests in flight with the tokens they have. A pause stays as it is.
+
+        Raises:
+            EngineError: the engine was shut down, or has failed.
+        """
+        self._run_control(EndRequests())
 
     def is_paused(self) -> bool:
         """Return True from the end of `pause` to the end of `resume`."""
@@ -248,6 +270,7 @@ class Rollouts:
                 checkpoint.
 
         Raises:
+            RequestError: a size is larger than 2**31.
             WeightUpdateError: weights cannot be updated now, or names or shapes do not fit the model.
             EngineError: the engine was shut down, or has failed.
         """
@@ -263,7 +286,7 @@ class Rollouts:
 
         Raises:
             WeightUpdateError: there are no such modules; or as for `start_weight_update`.
-            EngineError: the engine was shut down, or has failed.
+            RequestError, EngineError: as for `start_weight_update`.
         """
         self._run_weights(start_command(shapes, only_drafts=True))
 
@@ -291,8 +314,8 @@ class Rollouts:
                 `start_draft_weight_update`.
 
         Raises:
-            WeightUpdateError: some weights are only partly filled. The update stays open for the missing tensors, which
-                the message names.
+            WeightUpdateError: some weights are only partly filled, or an update of modules for drafts has none of their
+                tensors. The update stays open for the missing tensors, which the message names.
             EngineError: the engine was shut down, or has failed.
         """
         self._run_weights(finish_command(weight_version))
@@ -310,14 +333,7 @@ class Rollouts:
                 engine serves the old weights.
             EngineError: the engine was shut down, or has failed.
         """
-        commands = whole_update(path, weight_version)
-        try:
-            for command in commands:
-                self._run_weights(command)
-        except (WeightUpdateError, KeyboardInterrupt):
-            with contextlib.suppress(MoeserveError):  # the first error says more
-                self._run_control(CancelUpdate())
-            raise
+        self._run_update(whole_update(path, weight_version))
 
     def reload_weights(self) -> None:
         """Load the checkpoint's weights again. This works even if an update has left stale weights.
@@ -325,7 +341,7 @@ class Rollouts:
         Raises:
             WeightUpdateError, EngineError: as for `update_weights`.
         """
-        self.update_weights_from_folder(self.session.engine.config.weights.model_path, INITIAL_VERSION)
+        self._run_update(reload_commands(self.session.engine.config))
 
     def get_weight_version(self) -> str:
         """Return the version of the weights after the last update; "default" before the first update."""
@@ -338,6 +354,16 @@ class Rollouts:
             WeightUpdateError, EngineError: as for `start_weight_update`.
         """
         return self._run_weights(ReadChecksums()).checksums
+
+    def _run_update(self, commands: Sequence[Command]) -> None:
+        """Run the commands of an update. An error, or Ctrl-C, cancels the update."""
+        try:
+            for command in commands:
+                self._run_weights(command)
+        except (WeightUpdateError, KeyboardInterrupt):
+            with contextlib.suppress(MoeserveError):  # the first error says more
+                self._run_control(CancelUpdate())
+            raise
 
     def _run_weights(self, command: Command) -> Outcome:
         return require_success(self._run_control(command))
@@ -361,6 +387,10 @@ class AsyncRollouts:
     async def resume(self) -> None:
         """See `LLM.resume`."""
         await self._run_control(Resume())
+
+    async def end_requests(self) -> None:
+        """See `LLM.end_requests`."""
+        await self._run_control(EndRequests())
 
     async def is_paused(self) -> bool:
         """See `LLM.is_paused`."""
@@ -410,8 +440,8 @@ class AsyncRollouts:
         await asyncio.shield(self._run_update(whole_update(path, weight_version)))
 
     async def reload_weights(self) -> None:
-        """See `LLM.reload_weights`."""
-        await self.update_weights_from_folder(self.session.engine.config.weights.model_path, INITIAL_VERSION)
+        """See `LLM.reload_weights`. If the calling task is cancelled, the update continues."""
+        await asyncio.shield(self._run_update(reload_commands(self.session.engine.config)))
 
     async def get_weight_version(self) -> str:
         """See `LLM.get_weight_version`."""

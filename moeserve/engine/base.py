@@ -125,7 +125,7 @@ class EngineClient(Protocol):
         Raises:
             EngineError: the engine was shut down, or has failed.
             WeightUpdateError: the weights cannot be updated now.
-            RequestError: the engine sleeps, or cannot sleep.
+            RequestError: the engine sleeps, or cannot sleep; or a value of the command cannot be sent to ranks.
         """
         ...
 
@@ -197,6 +197,15 @@ def require_encodable(request: Request) -> None:
         msgspec.msgpack.encode(msgspec.structs.replace(request, prompt_token_ids=[]))
     except UnicodeEncodeError as error:
         raise RequestError(f"request {request.request_id!r} has a text that is not valid Unicode: {error}") from None
+
+
+def require_sendable(command: Command) -> None:
+    """Raise RequestError unless ranks would read a command as it is; one that they cannot read would end them."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command)
+    except (UnicodeEncodeError, OverflowError, TypeError, msgspec.ValidationError) as error:
+        name = type(command).__name__
+        raise RequestError(f"the command {name} has a value that cannot be sent to the ranks: {error}") from None
 
 
 def stats_at_start(num_blocks: int) -> ReplicaStats:

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 import msgspec
 
 from moeserve.controls import (
-    INITIAL_VERSION,
     MEMORY_TAGS,
     Command,
     Control,
     ControlResult,
+    EndRequests,
     EndSleep,
     FinishUpdate,
     Pause,
@@ -23,6 +23,7 @@ from moeserve.controls import (
     StartUpdate,
     WeightState,
 )
+from moeserve.engine.base import require_sendable
 from moeserve.engine.launcher import ReplicaHandle
 from moeserve.errors import EngineError, RequestError, WeightUpdateError
 
@@ -72,7 +73,9 @@ class Controls:
 
         Raises:
             RequestError, WeightUpdateError: the command needs memory that a sleep has freed.
+            RequestError: a value of the command cannot be sent to ranks.
         """
+        require_sendable(command)
         if isinstance(command, Resume) and self.weights.asleep:
             raise RequestError("the engine sleeps; call wake_up, which also resumes")
         if isinstance(command, StartUpdate) and "weights" in self.weights.asleep:
@@ -99,7 +102,7 @@ class Controls:
         now.
         """
         self._replicas, self._missing = list(replicas), set()
-        is_stale = self.weights.is_stale or self.weights.version != INITIAL_VERSION
+        is_stale = self.weights.is_stale or self.weights.differs
         self.weights = msgspec.structs.replace(self.weights, is_updating=False, is_stale=is_stale)
         if self.is_paused:
             self._send(Pause(mode="keep"))
@@ -130,14 +133,14 @@ class Controls:
         waiting, self._waiting = self._waiting, deque()
         self._missing.clear()
         for command, ended in waiting:
-            if only_weights and isinstance(command, Pause | Resume | EndSleep):
+            if only_weights and isinstance(command, Pause | Resume | EndRequests | EndSleep):
                 self._waiting.append((command, ended))
             else:
                 ended.set_exception(EngineError(error))
 
     def _end_first(self, result: ControlResult) -> None:
         command, ended = self._waiting.popleft()
-        outcome, version, asleep = result.outcome, self.weights.version, self.weights.asleep
+        outcome, asleep = result.outcome, self.weights.asleep
         match command:
             case Pause():
                 self.is_paused = True
@@ -148,10 +151,11 @@ class Controls:
             case EndSleep(tags=tags):
                 asleep = tuple(tag for tag in asleep if tag not in tags)
             case FinishUpdate() if outcome is not None and not outcome.error:
-                version = command.version
+                differs = not command.is_checkpoint
+                self.weights = msgspec.structs.replace(self.weights, version=command.version, differs=differs)
         if outcome is not None:
             is_stale = not outcome.is_whole and not outcome.is_open
-            self.weights = WeightState(version, is_updating=outcome.is_open, is_stale=is_stale)
+            self.weights = msgspec.structs.replace(self.weights, is_updating=outcome.is_open, is_stale=is_stale)
             self._called_s = time.monotonic()
         self.weights = msgspec.structs.replace(self.weights, asleep=asleep)
         self._ended.append((ended, result))

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import msgspec
 
 from moeserve.controls import Command, ControlResult, WeightState
-from moeserve.engine.base import require_encodable, require_new, stats_at_start
+from moeserve.engine.base import require_encodable, require_new, require_sendable, stats_at_start
 from moeserve.engine.protocol import (
     ControlRan,
     Drain,
@@ -29,6 +29,7 @@ from moeserve.engine.protocol import (
 from moeserve.errors import (
     EngineError,
     MoeserveError,
+    RequestError,
     ScaleError,
     ScalingInProgressError,
     SettingsError,
@@ -43,7 +44,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 # Errors of `Engine.scale` and `Engine.control` by class name; other names become an EngineError.
 _ERRORS: dict[str, type[MoeserveError]] = {
-    kind.__name__: kind for kind in (ScaleError, ScalingInProgressError, SettingsError, WeightUpdateError)
+    kind.__name__: kind for kind in (RequestError, ScaleError, ScalingInProgressError, SettingsError, WeightUpdateError)
 }
 
 
@@ -138,6 +139,7 @@ class RemoteEngine:
         return self._change
 
     def control(self, command: Command) -> Future[ControlResult]:
+        require_sendable(command)
         if self.refusal:
             raise EngineError(self.refusal)
         ended: Future[ControlResult] = Future()

@@ -106,7 +106,7 @@ class WeightUpdates:
                     if not error and (error := self._shared_error(self._require_open().fill)):
                         self._cancel()
             case FinishUpdate():
-                error = self._shared_error(lambda: self._require_open().finish())
+                error = self._shared_error(lambda: self._require_open().finish()) or self._lack_of_drafts()
                 if not error:
                     self._update, self._is_stale = None, False
             case CancelUpdate():
@@ -116,6 +116,16 @@ class WeightUpdates:
                     is_open=self._update is not None, is_whole=self._is_whole(), checksums=self._read_checksums()
                 )
         return Outcome(error=error, is_open=self._update is not None, is_whole=self._is_whole())
+
+    def _lack_of_drafts(self) -> str:
+        """Return an error if the update is only of drafts, and no rank has received a tensor. Collective: all ranks."""
+        update = self._require_open()
+        if not update.only_drafts or any(self._gather(b"1" if update.has_written else b"")):
+            return ""
+        return (
+            "the update has no tensor of the modules for multi-token prediction; send these tensors with the "
+            "checkpoint's names, or begin another update"
+        )
 
     def discard(self) -> Outcome:
         """Release the memory of all weights to the system, which makes the weights stale. Collective: all ranks."""
@@ -165,7 +175,7 @@ class WeightUpdates:
         places = destinations(skeleton, self._description.family.norm_offset, stored)
         if command.only_drafts:
             places = _only_of_drafts(places)
-        self._update = _Update(self._model, skeleton, places, needs_all=needs_all)
+        self._update = _Update(self._model, skeleton, places, needs_all=needs_all, only_drafts=command.only_drafts)
 
     def _cancel(self) -> None:
         if self._update is not None:
@@ -228,12 +238,13 @@ class _Update:
         places: Destinations,
         *,
         needs_all: bool,
+        only_drafts: bool,
     ) -> None:
         """
         Args:
             places: destinations in `skeleton` of the tensors of the update.
         """
-        self.has_written = False
+        self.only_drafts, self.has_written = only_drafts, False
         self._destinations = places
         self._needs_all = needs_all
         live, own = weights_of(model), weights_of(skeleton)

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from moeserve import protocol
-from moeserve.controls import INITIAL_VERSION, Control, ControlResult, FinishUpdate, Outcome, Pause, Resume
+from moeserve.controls import INITIAL_VERSION, Control, ControlResult, EndRequests, FinishUpdate, Outcome, Pause, Resume
 from moeserve.errors import DistributedError, RequestError
 from moeserve.protocol import (
     AbortRequest,
@@ -297,10 +297,11 @@ class Replica:
         if self._shutdown_requested:
             return
         self._controls.append(control)
-        if isinstance(control.command, Pause):
-            if control.command.mode == "abort":
-                for update in self._scheduler.abort_all():
-                    self._queue_update(update)
+        command = control.command
+        if isinstance(command, EndRequests) or (isinstance(command, Pause) and command.mode == "abort"):
+            for update in self._scheduler.abort_all():
+                self._queue_update(update)
+        if isinstance(command, Pause):
             self._scheduler.hold()
 
     def _end_control(self, control: Control, outcome: Outcome | None) -> None:

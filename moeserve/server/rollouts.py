@@ -74,7 +74,7 @@ def add_rollout_routes(app: FastAPI, service: Service, of_trainer: list[Any]) ->
         """End all requests. Their outputs keep the tokens generated so far."""
         if body.request_ids:
             raise ApiError(400, "request_ids: single requests cannot be ended here; send {} to end all")
-        await end_all_requests(service)
+        await finished(service.llm.end_requests())
         return {"status": "aborted"}
 
     @app.get("/is_paused", dependencies=of_trainer)
@@ -161,14 +161,6 @@ def _add_weight_routes(app: FastAPI, service: Service, of_trainer: list[Any]) ->
     async def get_world_size(include_dp: Annotated[bool, Query()] = True) -> dict[str, int]:
         parallel = llm.config.parallel
         return {"world_size": parallel.num_ranks if include_dp else parallel.ranks_per_replica}
-
-
-async def end_all_requests(service: Service) -> None:
-    """End all requests with the tokens generated so far. Later, the engine is paused only if it was paused before."""
-    was_paused = await service.llm.is_paused()
-    await finished(service.llm.pause("abort", clear_cache=False))
-    if not was_paused:
-        await finished(service.llm.resume())
 
 
 async def finished(work: Awaitable[Result]) -> Result:

@@ -16,7 +16,7 @@ from moeserve.outputs import CompletionOutput, RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
 from moeserve.server.reply import Reply
-from moeserve.server.rollouts import end_all_requests, finished
+from moeserve.server.rollouts import finished
 from moeserve.server.schema import Bounded, TokenId, finite
 from moeserve.server.service import Service
 from moeserve.server.whole_outputs import reply_with_whole
@@ -90,7 +90,7 @@ def add_sglang_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> 
 
     @app.post("/abort_request", dependencies=of_trainer)
     async def abort_request(body: AbortBody) -> dict[str, Any]:
-        await end_all_requests(service)
+        await finished(llm.end_requests())
         return _done("Requests ended")
 
     @app.post("/update_weight_version", dependencies=of_trainer)

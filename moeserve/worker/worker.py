@@ -16,7 +16,7 @@ import torch
 
 from moeserve.cache_kind import CacheKind
 from moeserve.config.engine_config import EngineConfig
-from moeserve.controls import EndSleep, Outcome, Pause, Resume, Sleep, StartUpdate
+from moeserve.controls import EndRequests, EndSleep, Outcome, Pause, Resume, Sleep, StartUpdate
 from moeserve.distributed.groups import Groups
 from moeserve.errors import EngineError
 from moeserve.kv.layer_cache import Places
@@ -380,7 +380,7 @@ class Worker:
         """Run the command that all replicas have announced. Collective: all ranks."""
         command = work.command
         assert command is not None
-        if isinstance(command, Pause | Resume | EndSleep):
+        if isinstance(command, Pause | Resume | EndRequests | EndSleep):
             return None
         if self._previous is not None:
             self._previous.finish()  # a step may not read weights while they are written

@@ -118,6 +118,32 @@ def test_abort_returns_the_tokens_so_far(llm: AsyncLLM) -> None:
     asyncio.run(run())
 
 
+def test_the_end_of_all_requests_leaves_the_pause_as_it_is(llm: AsyncLLM) -> None:
+    """Also if several calls overlap with each other and with a pause."""
+
+    async def run() -> None:
+        running = [Running(llm, prompt) for prompt in PROMPTS]
+        for each in running:
+            await each.has_begun.wait()
+        await asyncio.gather(llm.end_requests(), llm.end_requests())
+        for each in running:
+            assert (await each.task).outputs[0].finish_reason == "abort"
+            assert 0 < len(each.tokens) < NUM_TOKENS
+        assert not await llm.is_paused()
+        expected = await whole_outputs(llm)
+        await asyncio.gather(llm.end_requests(), llm.pause("keep"), llm.end_requests())
+        late = Running(llm, PROMPTS[1])
+        await barrier(llm)
+        await asyncio.gather(llm.end_requests(), llm.end_requests())
+        (ended,) = (await late.task).outputs
+        assert (ended.finish_reason, ended.token_ids) == ("abort", [])
+        assert await llm.is_paused()
+        await llm.resume()
+        assert await whole_outputs(llm) == expected
+
+    asyncio.run(run())
+
+
 def test_wait_lets_requests_finish_and_later_ones_wait(llm: AsyncLLM) -> None:
     async def run() -> None:
         running = [Running(llm, prompt) for prompt in PROMPTS]

@@ -30,7 +30,7 @@ from moeserve import (
     StaleWeightsError,
     WeightUpdateError,
 )
-from moeserve.controls import PauseMode
+from moeserve.controls import PauseMode, WeightState
 from moeserve.models.checkpoint import packed_cache_writer
 from moeserve.models.weight_update import CHUNK_PREFIX, SHARED_MEMORY
 from moeserve.outputs import WeightSpan
@@ -330,6 +330,32 @@ def test_a_folder_that_lacks_tensors_ends_its_update(trained: Trained, llm: LLM,
     assert (llm.weight_checksums(), llm.get_weight_version()) == (fresh(trained, trained.new)[0], "new")
 
 
+def test_weights_are_the_checkpoints_only_after_a_reload(trained: Trained, llm: LLM) -> None:
+    """A trainer may give any version, also that of the checkpoint."""
+    llm.update_weights_from_folder(str(trained.new), "default")
+    with pytest.raises(ScaleError, match="checkpoint"):
+        llm.scale(2)
+    llm.reload_weights()
+    assert llm.session.engine.weights == WeightState()
+    llm.start_weight_update()
+    llm.finish_weight_update("default")
+    assert llm.session.engine.weights.differs
+
+
+@pytest.mark.parametrize("wrong", [2**31 + 1, 2**70])
+def test_an_update_that_ranks_could_not_read_leaves_the_engine_as_it_is(llm: LLM, wrong: int) -> None:
+    expected = tokens(llm)
+    with pytest.raises(RequestError, match="at most 2147483648"):
+        llm.start_weight_update({"model.norm.weight": [wrong]})
+    for version in (7, "\ud800"):
+        with pytest.raises(RequestError, match="FinishUpdate"):
+            llm.finish_weight_update(version)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="StartUpdate"):
+        llm.start_weight_update({1: [3]})  # type: ignore[dict-item]
+    assert not llm.session.engine.has_work
+    assert tokens(llm) == expected
+
+
 def test_only_some_weights_can_be_updated(trained: Trained, llm: LLM) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     old = llm.weight_checksums()
@@ -356,17 +382,18 @@ def test_an_update_without_calls_is_cancelled_and_requests_are_refused(
 
 
 @pytest.mark.ranks
-def test_a_restart_serves_no_older_weights(trained: Trained) -> None:
+@pytest.mark.parametrize("version", ["new", "default"])
+def test_a_restart_serves_no_older_weights(trained: Trained, version: str) -> None:
     options: dict[str, Any] = dict(data_parallel_size=2, on_failure="restart")
     with LLM(str(trained.old), rl=True, **SETTINGS, **options) as llm:
         expected = tokens(llm)
-        WeightSender(llm).send(trained.tensors, "new")
+        WeightSender(llm).send(trained.tensors, version)
         new_tokens = tokens(llm)
         os.utime(trained.old / "model.safetensors")  # trainers save over the checkpoint: that ends no engine
         os.kill(living_ranks()[0].pid, signal.SIGKILL)
         with pytest.raises(StaleWeightsError):
             tokens(llm)
-        WeightSender(llm).send(trained.tensors, "new")
+        WeightSender(llm).send(trained.tensors, version)
         assert tokens(llm) == new_tokens
         llm.reload_weights()
         assert tokens(llm) == expected
@@ -431,17 +458,20 @@ def test_modules_for_drafts_are_updated_by_themselves(
     reference_named: Callable[[str], Reference], tmp_path: Path
 ) -> None:
     """As a trainer of vLLM does: all tensors in one update, and all of them again in one that only reads drafts."""
-    folders = [tmp_path / name for name in ("old", "new")]
-    for folder, factor in zip(folders, (1.0, 0.5), strict=True):
+    folders = [tmp_path / name for name in ("old", "new", "later")]
+    for folder, factor in zip(folders, (1.0, 0.5, 0.25), strict=True):
         folder.mkdir()
         with_modules(reference_named("deepseek-v3"), folder)
         (shard,) = folder.glob("*.safetensors")
         tensors = {name: factor * tensor for name, tensor in load_file(shard).items()}
         save_file(tensors, shard, {"format": "pt"})
-    old, new = folders
+    old, new, later = folders
     update = {"update_info": {"path": str(new)}}
-    with LLM(str(new), rl=True, speculative_config=MTP, **SETTINGS) as llm:
-        expected = llm.weight_checksums()
+    of_folder: dict[Path, dict[str, str]] = {}
+    for folder in (new, later):
+        with LLM(str(folder), rl=True, speculative_config=MTP, **SETTINGS) as llm:
+            of_folder[folder] = llm.weight_checksums()
+    expected = of_folder[new]
     with LLM(str(old), rl=True, speculative_config=MTP, **SETTINGS) as llm:
         before, old_tokens = llm.weight_checksums(), tokens(llm)
         llm.start_draft_weight_update()
@@ -454,14 +484,26 @@ def test_modules_for_drafts_are_updated_by_themselves(
         assert all(found[name] == expected[name] for name in found if is_of_drafts(name))
         assert tokens(llm) == old_tokens
         assert llm.get_weight_version() == "default"
+        with pytest.raises(ScaleError, match="checkpoint"):
+            llm.scale(2)
         llm.start_weight_update()
         llm.update_weights(update)
         llm.finish_weight_update("next")
         assert llm.weight_checksums() == expected
         llm.start_draft_weight_update({name: list(tensor.shape) for name, tensor in tensors.items()})
-        llm.update_weights(update)
+        llm.update_weights({"update_info": {"path": str(later)}})
         llm.finish_weight_update()
-        assert (llm.weight_checksums(), llm.get_weight_version()) == (expected, "next")
+        mixed = {name: of_folder[later if is_of_drafts(name) else new][name] for name in expected}
+        assert (llm.weight_checksums(), llm.get_weight_version()) == (mixed, "next")
+        llm.start_draft_weight_update()
+        (tmp_path / "others").mkdir()
+        save_file({"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "others" / "model.safetensors")
+        llm.update_weights({"update_info": {"path": str(tmp_path / "others")}})
+        with pytest.raises(WeightUpdateError, match="no tensor of the modules"):
+            llm.finish_weight_update()
+        llm.update_weights(update)  # the update has stayed open
+        llm.finish_weight_update()
+        assert llm.weight_checksums() == expected
         llm.sleep(2)
         llm.wake_up(["weights"])
         with pytest.raises(WeightUpdateError, match="stale"):
