@@ -45,11 +45,13 @@ void fill_with_nan(const Tensor& output, int64_t first_row, int64_t num_rows) {
 }
 
 // Compute output [R, columns of down] = down(gate_up(row)) for the rows of each expert of a layer: see
-// `PackedWeights::multiply_rows`. `middle` [R, columns of gate_up] is overwritten. The weights of both are those of the
-// store's layer; their own memory is not read. Rows of an expert that cannot be read become NaN.
+// `PackedWeights::multiply_rows`. `middle` [R, columns of gate_up] is overwritten, and with `indices` so is `gathered`
+// [R, K], the rows in the order of the experts. The weights of both are those of the store's layer; their own memory is
+// not read. Rows of an expert that cannot be read become NaN.
 void multiply(ExpertStore& store, int layer, const PackedWeights& gate_up, const PackedWeights& down,
               const Tensor& input, const Tensor& counts, bool has_spare_rows, const Tensor& middle,
-              const Tensor& output, const std::optional<Tensor>& indices, int64_t divisor) {
+              const Tensor& output, const std::optional<Tensor>& indices, const std::optional<Tensor>& gathered,
+              int64_t divisor) {
   check_dims("input", input, 2);
   check_shape("input", input, {input.size(0), gate_up.num_inputs()});
   const int64_t num_rows = indices ? indices->size(0) : input.size(0);
@@ -57,7 +59,13 @@ void multiply(ExpertStore& store, int layer, const PackedWeights& gate_up, const
   check_shape("middle", middle, {num_rows, gate_up.num_columns()});
   check_shape("output", output, {num_rows, down.num_columns()});
   check_array("counts", counts, {num_weights}, ElementType::kInt64, "int64");
-  if (indices) check_array("indices", *indices, {num_rows}, ElementType::kInt64, "int64");
+  if (indices.has_value() != gathered.has_value()) refuse("indices and gathered need each other");
+  if (indices) {
+    check_array("indices", *indices, {num_rows}, ElementType::kInt64, "int64");
+    check_shape("gathered", *gathered, {num_rows, input.size(1)});
+    check_contiguous("gathered", *gathered);
+    if (gathered->type != input.type) refuse("gathered and input differ in type");
+  }
   if (divisor < 1) refuse("divisor=" + std::to_string(divisor) + ", but it must be at least 1");
   if (down.num_weights() != num_weights || down.num_inputs() != gate_up.num_columns()) refuse("down does not fit");
   PackedProduct first = gate_up.product_of(input, middle);
@@ -79,17 +87,15 @@ void multiply(ExpertStore& store, int layer, const PackedWeights& gate_up, const
       sizes.push_back(count);
       total += count;
     }
-    thread_local std::vector<char> gathered;
     const char* rows = static_cast<const char*>(input.data);
     if (indices) {
       const auto* sources = numbers<int64_t>(*indices);
       check_indices(sources, total, divisor, input.size(0));
       const int64_t row_bytes = input.size(1) * element_bytes(input.type);
-      gathered.resize(total * row_bytes);
       for (int64_t r = 0; r < total; ++r) {
-        std::memcpy(gathered.data() + r * row_bytes, row_of(input, sources[r] / divisor), row_bytes);
+        std::memcpy(row_of(*gathered, r), row_of(input, sources[r] / divisor), row_bytes);
       }
-      rows = gathered.data();
+      rows = static_cast<const char*>(gathered->data);
     }
     store.visit(layer, experts, [&](const std::vector<ExpertStore::Ready>& ready) {
       std::vector<RowGroup> first_groups, second_groups;
@@ -150,7 +156,7 @@ void bind_expert_store(nb::module_& module) {
       .def("add_layer", &add_layer, "gate_up"_a, "down"_a, "num_slots"_a,
            "Add the next layer: offset, bytes and checksum of each expert's weights, and the number of its slots.")
       .def("multiply", &multiply, "layer"_a, "gate_up"_a, "down"_a, "input"_a, "counts"_a, "has_spare_rows"_a,
-           "middle"_a, "output"_a, "indices"_a.none() = nb::none(), "divisor"_a = 1,
+           "middle"_a, "output"_a, "indices"_a.none() = nb::none(), "gathered"_a.none() = nb::none(), "divisor"_a = 1,
            "Compute output = down(gate_up(row)) of each expert's rows, as PackedWeights.multiply_rows does. The "
            "outputs of an expert that cannot be read are NaN.")
       .def("record", &ExpertStore::record, "is_on"_a,

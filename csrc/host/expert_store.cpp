@@ -312,8 +312,9 @@ void ExpertStore::finish(int layer_number, Slot& slot, std::unique_lock<std::mut
 }
 
 void ExpertStore::shrink(int least_slots) {
-  const std::lock_guard<std::mutex> only(visit_);  // between visits, no slot is being read
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> only(visit_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  has_read_.wait(lock, [this] { return !is_reading(); });  // a visit that failed leaves readers behind
   const int64_t page = sysconf(_SC_PAGESIZE);
   for (Layer& layer : layers_) {
     const size_t num_kept = std::max<size_t>(least_slots, layer.slots.size() / 2);
@@ -324,6 +325,13 @@ void ExpertStore::shrink(int least_slots) {
     layer.counters.num_released += layer.num_bytes - num_bytes;
     layer.num_bytes = num_bytes;
   }
+}
+
+bool ExpertStore::is_reading() const {
+  return std::any_of(layers_.begin(), layers_.end(), [](const Layer& layer) {
+    return std::any_of(layer.slots.begin(), layer.slots.end(),
+                       [](const Slot& slot) { return slot.state == State::kReading; });
+  });
 }
 
 // Remove a layer's last slot. Its expert moves to the slot of the least valuable one, if it is worth more.

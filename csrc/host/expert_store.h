@@ -67,7 +67,7 @@ class ExpertStore {
   std::vector<int> record(bool is_on);
 
   // Keep half of the slots of each layer, but at least `least_slots`, with the experts of the highest scores. The
-  // memory of the others goes back to the system. Waits for a visit to end.
+  // memory of the others goes back to the system. Waits for a visit and for all reads to end.
   void shrink(int least_slots);
 
   bool is_direct() const { return is_direct_; }  // False: reads go through the page cache
@@ -123,6 +123,7 @@ class ExpertStore {
   std::vector<Piece> pieces_of(int layer_number, int slot_number) const;
   static Slot* choose_slot(Layer& layer, float highest_score);
   static float score_now(const Layer& layer, const Expert& expert);
+  bool is_reading() const;
   static void remove_last_slot(Layer& layer);
   void start_reading(int layer_number, int expert_number, Slot& slot);
 

@@ -40,7 +40,7 @@ class EngineClient(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """The config, with the max_model_len that the KV cache allows and the current number of replicas."""
+        """The config, with the limits that memory allows and the current number of replicas."""
         ...
 
     @property
@@ -236,14 +236,13 @@ def new_scheduler(config: EngineConfig, loaded: Sequence[Loaded]) -> Scheduler:
         salt = secret_of("kv_folder", Path(config.store.kv_folder))
     elif store.num_host_places:
         connector = HostTier(store.num_host_places)
-    most = schedule.max_num_batched_tokens
     with refusing_what_cannot_be_allocated(config):
         return Scheduler(
             SchedulerConfig(
                 num_blocks=loaded[0].num_blocks,
                 block_size=config.cache.block_size,
                 max_num_seqs=schedule.max_num_seqs,
-                max_num_batched_tokens=min(each.max_num_batched_tokens or most for each in loaded),
+                max_num_batched_tokens=schedule.max_num_batched_tokens,
                 max_prefill_tokens=schedule.max_prefill_tokens,
                 max_model_len=schedule.max_model_len,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -272,7 +271,7 @@ def ready_of(loaded: Sequence[Loaded], epoch: int = 0) -> Ready:
     """
     for rank in loaded:
         require_same(loaded[0].file_hashes, rank.file_hashes)
-    return Ready(loaded[0].num_blocks, loaded[0].file_hashes, epoch)
+    return Ready(loaded[0].num_blocks, loaded[0].file_hashes, loaded[0].chunk_size, epoch)
 
 
 def new_replica(
@@ -285,7 +284,7 @@ def new_replica(
         index: index of the replica.
         scheduler: a scheduler without requests, whose cached prefixes the ranks have; None: a new scheduler.
     """
-    fitted = fit_to_cache(config, loaded[0].num_blocks)
+    fitted = fit_to_cache(with_chunk_size(config, loaded[0].chunk_size), loaded[0].num_blocks)
     return Replica(
         scheduler or new_scheduler(fitted, loaded),
         index=index,
@@ -293,6 +292,11 @@ def new_replica(
         max_rounds=fitted.schedule.max_concurrent_batches,
         load_window=fitted.telemetry.expert_load_window,
     )
+
+
+def with_chunk_size(config: EngineConfig, chunk_size: int | None) -> EngineConfig:
+    """Return the config with the max_num_batched_tokens that its ranks have chosen; None: the same."""
+    return config if chunk_size is None else config.changed(schedule={"max_num_batched_tokens": chunk_size})
 
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:

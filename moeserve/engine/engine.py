@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from moeserve.config.engine_config import EngineConfig
 from moeserve.controls import CancelUpdate, Command, ControlResult, Sleep, WeightCommand, WeightState
 from moeserve.engine import scaling
-from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new, with_chunk_size
 from moeserve.engine.controls import Controls
 from moeserve.engine.generation import SECONDS_BETWEEN_LOOKS, SECONDS_TO_END, Generation, with_limits_of
 from moeserve.engine.growing_back import GrowingBack
@@ -93,7 +93,7 @@ class Engine:
         except BaseException:
             launcher.close()
             raise
-        self.config = fit_to_cache(config, self.num_blocks)
+        self.config = fit_to_cache(self.config, self.num_blocks)
         log_lowered_length(config, self.config)
 
     @property
@@ -262,7 +262,7 @@ class Engine:
 
     def _let_serve(self, generation: Generation) -> None:
         """Send requests to the replicas of this generation from now on."""
-        self._generation, self.config = generation, generation.config
+        self._generation, self.config = generation, with_chunk_size(generation.config, generation.chunk_size)
         self._recovery = Recovery(generation)
         self._file_hashes = generation.file_hashes
         self._in_flight.generation = generation

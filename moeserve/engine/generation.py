@@ -41,7 +41,8 @@ class Generation:
         self.config, self.group = config, group
         self.end = weakref.finalize(self, group.end)  # terminates the processes at once
         self.index_of: dict[Watched, int]
-        self.num_blocks = 0  # KV cache blocks of each rank; set, like the next three, once all ranks have loaded
+        self.num_blocks = 0  # KV cache blocks of each rank; set, like the next four, once all ranks have loaded
+        self.chunk_size: int | None = None  # most tokens of a step; None: that of the config
         self.file_hashes = config.weights.file_hashes  # hashes of the checkpoint's files
         self.replica_stats: list[ReplicaStats] = []
         self.router: DPRouter
@@ -62,6 +63,7 @@ class Generation:
                 if isinstance(message, Ready) and message.epoch == self.epoch:
                     require_same(self.file_hashes or message.file_hashes, message.file_hashes)
                     self.num_blocks, self.file_hashes = message.num_blocks, message.file_hashes
+                    self.chunk_size = message.chunk_size
                     del self._loading[replica.name]
                 if isinstance(message, ReplicaFaulted):
                     self.note_fault(self.index_of[replica], message)

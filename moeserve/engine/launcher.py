@@ -43,7 +43,7 @@ class Starter(Protocol):
         """
         ...
 
-    def message(self, replica: int, epoch: int, num_blocks: int) -> RankStart:
+    def message(self, replica: int, epoch: int, num_blocks: int, chunk_size: int | None) -> RankStart:
         """Return the start message of a replica's first rank."""
         ...
 
@@ -51,11 +51,12 @@ class Starter(Protocol):
         """Return a watch over the processes of all replicas, without earlier records. None: hangs are not detected."""
         ...
 
-    def start(self, replica: int, epoch: int, num_blocks: int) -> ReplicaHandle:
+    def start(self, replica: int, epoch: int, num_blocks: int, chunk_size: int | None) -> ReplicaHandle:
         """Start the replica with this index. Its ranks meet the other ranks at the store that was opened last.
 
         Args:
             num_blocks: KV cache blocks of each rank.
+            chunk_size: most tokens of a step; None: that of the config.
         """
         ...
 

@@ -55,7 +55,7 @@ class ProcessStarter:
         answering = self._hosts.agents()
         return any(agent is not None and answering.get(agent.number) != agent for agent in self._agents)
 
-    def message(self, replica: int, epoch: int, num_blocks: int | None) -> RankStart:
+    def message(self, replica: int, epoch: int, num_blocks: int | None, chunk_size: int | None) -> RankStart:
         return RankStart(
             config=self._config,
             rank=replica * self._config.parallel.ranks_per_replica,
@@ -63,16 +63,19 @@ class ProcessStarter:
             show_progress=self._show_progress and replica == 0 and epoch == 0,
             epoch=epoch,
             num_blocks=num_blocks,
+            chunk_size=chunk_size,
             seat=self._seats[replica],
             agents=self._agents,
             worker_group=self._worker_group,
         )
 
-    def start(self, replica: int, epoch: int = 0, num_blocks: int | None = None) -> ReplicaHandle:
+    def start(
+        self, replica: int, epoch: int = 0, num_blocks: int | None = None, chunk_size: int | None = None
+    ) -> ReplicaHandle:
         return start_process(
             "moeserve.engine.replica_process:run",
             engine_name(self._seats[replica]),
-            self.message(replica, epoch, num_blocks),
+            self.message(replica, epoch, num_blocks, chunk_size),
             FromReplica,
             environment=self._environment,
             records_fd=self._records.fd,
@@ -82,7 +85,7 @@ class ProcessStarter:
         if not self._config.failure.detect_hangs:
             return None
         self._records.clear()  # some may be of processes that have ended
-        firsts = [self.message(replica, 0, None) for replica in range(len(self._seats))]
+        firsts = [self.message(replica, 0, None, None) for replica in range(len(self._seats))]
         ranks = [(first, index, rank) for index, first in enumerate(firsts) for rank in first.numbers_of_replica]
         processes = [
             Watchable(
@@ -105,7 +108,7 @@ class ProcessStarter:
         records: list[ProgressRecord | None] = list(self._records.read())
         if self._hosts is not None:
             for replica in range(len(self._seats)):
-                first = self.message(replica, 0, None)
+                first = self.message(replica, 0, None, None)
                 for rank in first.numbers_of_replica:
                     if (agent := first.agent_of(rank)) is not None:
                         place = first.of_rank(rank).record

@@ -22,6 +22,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     num_blocks: int  # KV cache blocks, equal on all ranks
     file_hashes: tuple[tuple[str, str], ...] = ()  # hashes of the checkpoint's files, equal on all ranks
+    chunk_size: int | None = None  # most tokens of a step, equal on all ranks; None: that of the config
     epoch: int = 0
 
 

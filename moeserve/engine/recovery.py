@@ -184,13 +184,14 @@ class Recovery:
         group.starter.begin_epoch(config, survivors)
         if group.watch is not None:
             group.watch = group.starter.watch()
+        sizes = (generation.num_blocks, generation.chunk_size)
         for index, replica in enumerate(group.replicas):
             if index in ended:
                 generation.lost.add(index)
                 end_all([replica])  # before its place is used again
-                group.replicas[index] = group.starter.start(index, generation.epoch, generation.num_blocks)
+                group.replicas[index] = group.starter.start(index, generation.epoch, *sizes)
             else:
-                start = group.starter.message(index, generation.epoch, generation.num_blocks)
+                start = group.starter.message(index, generation.epoch, *sizes)
                 replica.send(Recover(start, lost_ranks[index]))
                 if lost_ranks[index]:
                     generation.lost.add(index)

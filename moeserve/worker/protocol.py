@@ -25,6 +25,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     show_progress: bool = False  # show the progress of loading on a terminal
     epoch: int = 0  # number of recoveries before
     num_blocks: int | None = None  # KV cache blocks of each rank; None: as many as there is room for
+    chunk_size: int | None = None  # most tokens of a step; None: that of the config, or less if memory is short
     # The index of the rank's replica when the engine started. Processes are named after this index, so that they keep
     # their names when replicas are left out and the others are numbered anew. None: the index in the config.
     seat: int | None = None
@@ -142,7 +143,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     address: str = ""  # "host:port" at which other engines can read the rank's KV cache items; empty: none can
     other_groups: list[GroupFacts] = []  # cache groups after the first; the same on all ranks
     file_hashes: tuple[tuple[str, str], ...] = ()  # hashes of the checkpoint's files; see `hash_files`
-    max_num_batched_tokens: int | None = None  # maximum number of tokens of a step; None: that of the config
+    chunk_size: int | None = None  # most tokens of a step, the same on all ranks; None: that of the config
     epoch: int = 0
 
 

@@ -39,7 +39,13 @@ def run(parent: Parent) -> None:
     channel = parent.channel(ToRank)
     groups = join(start)
     with refusing_what_cannot_be_allocated(start.config):
-        worker = Worker(start.config, groups, show_progress=start.show_progress, num_blocks=start.num_blocks)
+        worker = Worker(
+            start.config,
+            groups,
+            show_progress=start.show_progress,
+            num_blocks=start.num_blocks,
+            chunk_size=start.chunk_size,
+        )
     RankLoop(parent.name, start, worker, channel).run()
 
 
@@ -136,7 +142,14 @@ def rejoin(worker: Worker, start: RankStart) -> Worker:
     try:
         if groups.mesh != worker.groups.mesh:
             worker.drop_steps()
-            return Worker(start.config, groups, show_progress=False, num_blocks=start.num_blocks, before=worker)
+            return Worker(
+                start.config,
+                groups,
+                show_progress=False,
+                num_blocks=start.num_blocks,
+                chunk_size=start.chunk_size,
+                before=worker,
+            )
         worker.rejoin(groups)
         return worker
     except BaseException:

@@ -102,23 +102,21 @@ class Worker:
         *,
         show_progress: bool,
         num_blocks: int | None = None,
+        chunk_size: int | None = None,
         before: Worker | None = None,
     ) -> None:
         """Load the model and prepare everything. Collective: all ranks, of which some may call `rejoin` instead.
 
         Args:
-            num_blocks: KV cache blocks of each rank; None: as many as there is room for on all ranks.
+            num_blocks, chunk_size: KV cache blocks of each rank, and most tokens of a step; None: see `_choose_sizes`.
             before: the worker of this rank in a layout with more replicas, whose weights and caches this worker takes.
         """
         self.config, self.groups = config, groups
         self._threads = ThreadCount(config.compute.num_threads)
         started = time.monotonic()
+        target = None if before is None else before._loaded.target
         loaded = self._loaded = load_model(
-            config,
-            groups,
-            show_progress=show_progress,
-            replaces_another=num_blocks is not None,
-            before=None if before is None else before._loaded.target,
+            config, groups, show_progress=show_progress, replaces_another=num_blocks is not None, before=target
         )
         model, layers = loaded.model, loaded.model.moe_layers
         self._dispatchers: DispatcherFactory | None = model.dispatchers
@@ -139,8 +137,7 @@ class Worker:
         self._step_runners = select_step_runner(config, model, groups, context)
         rebalances = config.experts.rebalance == "auto" and bool(layers)
         reserved_bytes = self._step_runners.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
-        chunk_size = choose_chunk_size(config, loaded, context, replaces_another=num_blocks is not None)
-        self.num_blocks = num_blocks or self._count_blocks(chunk_size, loaded, reserved_bytes)
+        config = self._choose_sizes(loaded, reserved_bytes, num_blocks, chunk_size)
         side_stream = CudaSideStream() if config.compute.device == "cuda" else None
         self.rebalancer = (
             Rebalancer(layers, groups, config.experts.rebalance_horizon, side_stream) if rebalances else None
@@ -151,6 +148,7 @@ class Worker:
         self._store, store_facts = self._open_store(config, model, items)
         self._sender, self._receiver = self._open_to_peers(config, model, items)
         address, other_groups = self._sender.address if self._sender else "", self._other_groups(config, model)
+        chunk_size = config.schedule.max_num_batched_tokens
         self.facts = Loaded(self.num_blocks, store_facts, address, other_groups, loaded.file_hashes, chunk_size)
         self._begin()
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, model.context.backend)):
@@ -198,21 +196,22 @@ class Worker:
         self.__dict__.pop("runner", None)  # there is none if another worker has failed to take over
         self._previous = None
 
-    def _count_blocks(self, chunk_size: int, loaded: LoadedModel, reserved_bytes: int) -> int:
-        """Return the number of KV cache blocks on each rank. Collective: all ranks.
-
-        Args:
-            chunk_size: most tokens of a step.
-            reserved_bytes: bytes of later allocations.
-        """
-        config = self.config.changed(schedule={"max_num_batched_tokens": chunk_size})
+    def _choose_sizes(
+        self, loaded: LoadedModel, reserved_bytes: int, num_blocks: int | None, chunk_size: int | None
+    ) -> EngineConfig:
+        """Choose the sizes that are None. Return the config with the chosen chunk size. Collective: all ranks."""
         model, needs = loaded.model, loaded.model.cache_needs
-        probe = make_probe(model, self._context, config)
-        if model.context.backend.compiles_on_first_use:
-            run_all_sizes(probe, config)
-        reserved_bytes += loaded.reserved_bytes + num_states_of(config) * needs.row_bytes
-        num_blocks = profile_blocks(config, probe, needs, reserved_bytes)
-        return self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
+        reserved_bytes += loaded.reserved_bytes + num_states_of(self.config) * needs.row_bytes
+        chunk_size = chunk_size or choose_chunk_size(self.config, loaded, self._context, reserved_bytes)
+        config = self.config = self.config.changed(schedule={"max_num_batched_tokens": chunk_size})
+        if num_blocks is None:
+            probe = make_probe(model, self._context, config)
+            if model.context.backend.compiles_on_first_use:
+                run_all_sizes(probe, config)
+            num_blocks = profile_blocks(config, probe, needs, reserved_bytes)
+            num_blocks = self.groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
+        self.num_blocks = num_blocks
+        return config
 
     def _groups_of_tables(self, config: EngineConfig, model: RankModel) -> tuple[CacheGroup, ...]:
         """Return the cache groups of layers that keep blocks."""
@@ -358,9 +357,8 @@ class Worker:
             )
 
         self._previous = PendingRound(agreement, step, finish)
-        if (
-            self.config.failure.debug_rank_state or self._previous.is_done
-        ):  # a report is of the table before the next plan changes it
+        # A report is of the table before the next plan changes it.
+        if self.config.failure.debug_rank_state or self._previous.is_done:
             self._previous.finish()
         return self._previous
 

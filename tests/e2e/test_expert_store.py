@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import living_ranks
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
@@ -32,6 +33,8 @@ from moeserve.scheduling.request import LiveRequest
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.turns import Turns
 from moeserve.worker import chunk_size
+from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.request_table import Chunk
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
@@ -298,6 +301,59 @@ def test_prompts_are_computed_in_large_chunks(
     assert [size for size in sizes if size] == chunks
 
 
+def test_chunks_double_while_the_next_step_has_room(
+    reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what only looks free. A step that has no room is not tried."""
+    monkeypatch.setitem(DEVICES, "cpu", dataclasses.replace(DEVICES["cpu"], max_num_batched_tokens=20))
+    kv_cache_memory, reserved_bytes, bytes_per_token = 2**20, 12345, 1000
+    tried: list[int] = []
+
+    def step_memory(run: Callable[[], None], device: str) -> int:
+        run()
+        return bytes_per_token * tried[-1]
+
+    def note(probe: ModelRunner, chunks: list[Chunk]) -> None:
+        tried.append(sum(len(chunk.token_ids) for chunk in chunks))
+
+    monkeypatch.setattr(chunk_size, "measure_step_memory", step_memory)
+    monkeypatch.setattr(chunk_size, "run_for_memory", note)
+    options = dict(expert_memory="50%", kv_cache_memory=kv_cache_memory, max_num_batched_tokens=100)
+    with start(reference_named("mixtral-odd"), dtype="float32", **options) as llm:
+        worker = llm.core.replicas[0].executor.worker  # type: ignore[attr-defined]
+        config = llm.config.changed(schedule={"max_num_batched_tokens_may_shrink": True})
+        for room, expected in ((39, 20), (40, 40), (79, 40), (80, 80), (100, 100)):
+            free = chunk_size.MOST_SHARE * room * bytes_per_token + kv_cache_memory + reserved_bytes
+            monkeypatch.setattr(chunk_size, "free_bytes", lambda config, free=free: free)
+            chosen = chunk_size.choose_chunk_size(config, worker._loaded, worker._context, reserved_bytes)
+            assert chosen == expected
+            assert tried == [size for size in (20, 40, 80) if size <= min(chosen, 80)]
+            tried.clear()
+
+
+def test_windows_are_as_large_as_the_chunks(
+    reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The KV cache of layers with windows has room for the chunks that memory allows, which the engine names."""
+    monkeypatch.setitem(DEVICES, "cpu", dataclasses.replace(DEVICES["cpu"], max_num_batched_tokens=20))
+    monkeypatch.setattr(resolve_schedule, "TOKENS_WITH_EXPERTS_ON_DISK", 80)
+    options: dict[str, Any] = dict(dtype="float32", kv_cache_memory="4MiB", block_size=4, max_num_seqs=1)
+
+    def places(**more: Any) -> list[int]:
+        with start(reference_named("gpt-oss"), expert_memory="50%", **options, **more) as llm:
+            worker = llm.core.replicas[0].executor.worker  # type: ignore[attr-defined]
+            (windows,) = worker.facts.other_groups
+            assert llm.config.schedule.max_num_batched_tokens == worker.facts.chunk_size
+            return [worker.facts.chunk_size, windows.num_places]
+
+    large = places()
+    monkeypatch.setattr(chunk_size, "free_bytes", lambda config: 0)
+    small = places()
+    assert small == places(max_num_batched_tokens=20)
+    assert large == places(max_num_batched_tokens=80)
+    assert large[1] > small[1]
+
+
 def test_requests_in_turns_get_the_same_tokens(
     reference_named: Callable[[str], Reference], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +377,25 @@ def test_requests_in_turns_get_the_same_tokens(
             assert given(llm, prompts, params) == expected
         assert any(num_waiting) == takes_turns
         num_waiting.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_rank_that_replaces_another_computes_chunks_of_the_same_size(
+    reference_named: Callable[[str], Reference],
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    options = dict(data_parallel_size=2, max_model_len=256, kv_cache_memory="8MiB", on_failure="recover")
+    with start(reference_named("mixtral-odd"), expert_memory="50%", dtype="float32", **options) as llm:
+        stream = llm.stream([3, 1, 4], params)
+        next(stream)
+        before = living_ranks()
+        before[0].kill()
+        (*_, last) = stream
+        assert len(last.outputs[0].token_ids) == 200
+        assert {rank.pid for rank in before} & {rank.pid for rank in living_ranks()} == {before[1].pid}
+        size = llm.config.schedule.max_num_batched_tokens
+        assert size == resolve_schedule.TOKENS_WITH_EXPERTS_ON_DISK > DEVICES["cpu"].max_num_batched_tokens
 
 
 IMPORTED = """

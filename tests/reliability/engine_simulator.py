@@ -349,14 +349,23 @@ class _Starter:
         self._config = config
         self._open()
 
-    def message(self, replica: int, epoch: int, num_blocks: int | None) -> RankStart:
-        return RankStart(config=self._config, rank=replica, store=self._store, epoch=epoch, num_blocks=num_blocks)
+    def message(self, replica: int, epoch: int, num_blocks: int | None, chunk_size: int | None) -> RankStart:
+        return RankStart(
+            config=self._config,
+            rank=replica,
+            store=self._store,
+            epoch=epoch,
+            num_blocks=num_blocks,
+            chunk_size=chunk_size,
+        )
 
     def watch(self) -> None:
         return None
 
-    def start(self, replica: int, epoch: int = 0, num_blocks: int | None = None) -> WatchedProcess[Any]:
-        simulation, start = self._simulation, self.message(replica, epoch, num_blocks)
+    def start(
+        self, replica: int, epoch: int = 0, num_blocks: int | None = None, chunk_size: int | None = None
+    ) -> WatchedProcess[Any]:
+        simulation, start = self._simulation, self.message(replica, epoch, num_blocks, chunk_size)
         engine = simulation.new_process(f"engine of replica {replica}", functools.partial(simulation.run_engine, start))
         simulation.engines[replica : replica + 1] = [engine]
         return simulation.watched(engine, FromReplica)

@@ -196,10 +196,14 @@ class CpuStoredExperts:
         The rows of an expert that cannot be read are NaN.
         """
         indices_R, divisor = gather or (None, 1)
+        gathered_RI = None if indices_R is None else new_empty(rows_RI, len(indices_R), rows_RI.shape[1])
         middle_RI = self._gate_up.new_output(rows_RI, gather)
         if out_RC is None:
             out_RC = self._down.new_output(middle_RI, None)
         if is_measured():
+            for temporary in (gathered_RI, middle_RI):
+                if temporary is not None:
+                    temporary.zero_()  # so that its memory is counted
             return out_RC.zero_()
         self._native.multiply(
             self._layer,
@@ -211,6 +215,7 @@ class CpuStoredExperts:
             middle_RI,
             out_RC,
             indices_R,
+            gathered_RI,
             divisor,
         )
         return out_RC
