@@ -239,8 +239,8 @@ class SettingArguments(TypedDict, total=False):
     """with rebalance=auto: steps within which a move must save more time than it costs (an integer from 1 to 2**31
     - 1; default: 10000)."""
     num_threads: int | None
-    """CPU threads of each rank; none: its share of the cores of this process, at most OMP_NUM_THREADS (an integer
-    from 1 to 1024 or None; default: None)."""
+    """CPU threads of each rank; none: its share of the cores; on one host, at most OMP_NUM_THREADS (an integer from
+    1 to 1024 or None; default: None)."""
     numa_binding: bool
     """bind the threads and the memory of each rank to a NUMA node (True or False; default: True)."""
     collective_timeout: int

@@ -21,7 +21,7 @@ from moeserve.config.environment import openmp_threads
 from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.hub_name import HubModel, parse_hub_name
 from moeserve.config.resolve import resolve
-from moeserve.config.resolve_parallel import wants_ray
+from moeserve.config.resolve_parallel import threads_per_rank, wants_ray
 from moeserve.config.settings import DEFAULT_LOAD_WINDOW, ModelSettings, ParallelSettings, Settings
 from moeserve.engine.base import EngineClient
 from moeserve.engine.engine import Engine
@@ -111,6 +111,8 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         if cluster is not None:
             cleanup.callback(cluster.close)
         config = _resolve(settings, facts, cluster)
+        if cluster is None:
+            _warn_of_fewer_threads(settings.parallel, config.compute.num_threads)
         codec = TextCodec.load(config.texts.tokenizer_path) if config.texts.tokenizer_path else None
         path = facts.path
         if files is None:
@@ -134,6 +136,14 @@ def start_engine(settings: Settings, *, show_progress: bool, reports_load: bool 
         engine = Engine(config, launcher, config_of=config_of)
         cleanup.pop_all()
         return StartedEngine(engine, observer, texts, has_experts=facts.num_sparse_layers > 0)
+
+
+def _warn_of_fewer_threads(parallel: ParallelSettings, num_threads: int) -> None:
+    """Log a warning if OMP_NUM_THREADS limits the threads of ranks on this host."""
+    if parallel.num_threads is None and num_threads < threads_per_rank((usable_cores(),), parallel):
+        logger.warning(
+            "each rank uses num_threads=%d, because OMP_NUM_THREADS is set; set num_threads to use more", num_threads
+        )
 
 
 def _with_seed(settings: Settings) -> Settings:

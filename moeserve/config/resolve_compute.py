@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from moeserve.config.engine_config import CacheConfig, DeviceConfig, ParallelConfig, WeightsConfig
 from moeserve.config.facts import INSTALL_COMPILER, Facts, MachineFacts, from_settings
 from moeserve.config.resolve_parallel import threads_per_rank
 from moeserve.config.settings import AttentionChoice, ModelSettings, ParallelSettings, ProductChoice, Settings
 from moeserve.errors import SettingsError
-
-logger = logging.getLogger(__name__)
 
 
 def resolve_compute(
@@ -51,14 +47,7 @@ def _default_threads(parallel: ParallelSettings, machine: MachineFacts) -> int:
     if machine.cores_of_nodes is not None:
         return threads_per_rank(machine.cores_of_nodes, parallel)
     num_threads = threads_per_rank((machine.num_cores,), parallel)
-    if machine.max_threads is None or machine.max_threads >= num_threads:
-        return num_threads
-    logger.warning(
-        "num_threads=%d instead of %d, because OMP_NUM_THREADS is set; Ray sets it to the CPUs of an actor",
-        machine.max_threads,
-        num_threads,
-    )
-    return machine.max_threads
+    return num_threads if machine.max_threads is None else min(num_threads, machine.max_threads)
 
 
 def check_device(model: ModelSettings, facts: Facts, weights: WeightsConfig) -> None:

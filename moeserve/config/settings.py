@@ -325,7 +325,7 @@ class ParallelSettings:
         10000, "with rebalance=auto: steps within which a move must save more time than it costs"
     )
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
-        None, "CPU threads of each rank; none: its share of the cores of this process, at most OMP_NUM_THREADS"
+        None, "CPU threads of each rank; none: its share of the cores; on one host, at most OMP_NUM_THREADS"
     )
     numa_binding: bool = setting(True, "bind the threads and the memory of each rank to a NUMA node")
     collective_timeout: Annotated[int, msgspec.Meta(ge=5, le=86400)] = (

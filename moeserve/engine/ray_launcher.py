@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -133,7 +134,9 @@ def _watch_over(group: WorkerGroup, config: EngineConfig, places: Sequence[Place
         for index, (rank, host) in enumerate(zip(group.ranks, hosts, strict=True))
     ]
     processes += [Watchable(replica.name, host) for replica, host in zip(group.replicas, hosts[::num_own], strict=True)]
-    watch = HangWatch(processes, RULE_OF_HOSTS, judges_hangs=config.compute.device == "cpu")
+    # Records travel in calls, which no actor answers while native code has Python's lock.
+    rule = dataclasses.replace(RULE_OF_HOSTS, stopped=SECONDS_OF_SILENCE)
+    watch = HangWatch(processes, rule, judges_hangs=config.compute.device == "cpu")
     records = ActorRecords([handle_of(member) for member in group.members], [each.host for each in processes])
     return RecordWatch(watch, records, range(len(processes)))
 

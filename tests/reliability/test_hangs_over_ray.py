@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ SETTINGS: dict[str, Any] = dict(
     max_num_seqs=8,
 )
 HOOK = "planted.plant_in_actors"
+STOPPED = "(stopped|no answer for 7 s)"  # whichever is noticed first
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +56,12 @@ def check_time(planted: Planted, noticed_s: float, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("point", "action", "verdict"),
-    [("experts", "loop", "hangs"), ("wait", "loop_as_if_waiting", "hangs"), ("experts", "loop_natively", "stopped")],
+    [("experts", "loop", "hangs"), ("wait", "loop_as_if_waiting", "hangs"), ("experts", "loop_natively", STOPPED)],
 )
 def test_a_rank_that_hangs_is_named(
     reference: Reference, plant: Callable[..., Planted], point: str, action: str, verdict: str
 ) -> None:
-    """No call of an actor is answered while native code has Python's lock, so its records show no heartbeat."""
+    """No call of an actor is answered while native code has Python's lock: it counts as stopped, but later."""
     planted = plant(rank=1, point=point, action=action)
     with ray_with_cpus(2, worker_process_setup_hook=HOOK), LLM(reference.folder, on_failure="end", **SETTINGS) as llm:
         with pytest.raises(EngineError, match=rf"in flight: rank 1 \(replica 0, tp 1\) on node [0-9.]+: {verdict}"):
@@ -76,12 +78,12 @@ def test_requests_of_a_stopped_rank_continue(
         expected = tokens_with_a_fault(llm, reference, lambda: None)
     (message,) = caplog.messages
     assert "rank 0 (replica 0, tp 0) on node" in message
-    assert "stopped" in message
+    assert re.search(STOPPED, message)
     check_time(planted, caplog.records[0].created, "stop")
     assert found == expected
 
 
-def test_a_rank_that_is_stopped_for_two_seconds_is_no_failure(
+def test_a_rank_that_is_stopped_for_five_seconds_is_no_failure(
     reference: Reference, plant: Callable[..., Planted], caplog: pytest.LogCaptureFixture
 ) -> None:
     planted = plant(rank=1, point="step", action="stop")
@@ -89,9 +91,9 @@ def test_a_rank_that_is_stopped_for_two_seconds_is_no_failure(
     def stop_and_continue() -> None:
         planted.trigger()
         awaits, resumes = f"while ! test -e {planted.folder}/done", f"kill -CONT `cat {planted.folder}/pid`"
-        subprocess.Popen(["sh", "-c", f"{awaits}; do sleep 0.1; done; sleep 2; {resumes}"])
+        subprocess.Popen(["sh", "-c", f"{awaits}; do sleep 0.1; done; sleep 5; {resumes}"])
 
     with ray_with_cpus(2, worker_process_setup_hook=HOOK), LLM(reference.folder, **SETTINGS) as llm:
         tokens_with_a_fault(llm, reference, stop_and_continue)
-    assert planted.seconds_since() >= 2.0
+    assert planted.seconds_since() >= 5.0
     assert caplog.messages == []

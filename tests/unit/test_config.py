@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moeserve.config.engine_config import EngineConfig
-from moeserve.config.environment import cache_folder, environment_of_rank
+from moeserve.config.environment import cache_folder, environment_of_rank, openmp_threads
 from moeserve.config.expert_layout import ExpertShape
 from moeserve.config.facts import CheckpointFacts, MachineFacts
 from moeserve.config.needs import Needs
@@ -294,6 +294,14 @@ def test_ranks_share_the_cores(tp: int, dp: int, num_cores: int, num_threads: in
 def test_openmp_limits_the_threads_of_ranks(dp: int, max_threads: int, given: int | None, num_threads: int) -> None:
     config = decide(data_parallel_size=dp, num_cores=8, max_threads=max_threads, num_threads=given)
     assert config.compute.num_threads == num_threads
+
+
+@pytest.mark.parametrize(("value", "expected"), [("4", 4), ("4,2", 4), ("0", None), ("x", None), ("", None)])
+def test_threads_of_openmp_are_those_of_the_outermost_level(
+    value: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert openmp_threads() == expected
 
 
 def test_a_single_rank_that_may_restart_has_a_process() -> None:

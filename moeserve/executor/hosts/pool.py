@@ -177,7 +177,8 @@ class HostPool:
             message.facts.hostname,
             message.facts.cores,
         )
-        warn_of_other_kernels({each.hostname: each.kernels for each in (self._facts, message.facts)})
+        numbered = ((0, self._facts), (message.number, message.facts))  # two hosts may have the same name
+        warn_of_other_kernels({f"host {number} ({each.hostname})": each.kernels for number, each in numbered})
         while not member.channel.is_closed:
             for received in member.channel.receive(None):
                 if isinstance(received, Progress):
