@@ -75,7 +75,9 @@ def write_checkpoint(folder: Path) -> int:
 def free_bytes(group: Path) -> int:
     """Return what is left of a control group's limit. Cached files count as free."""
     statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / "memory.usage_in_bytes").read_text()) - int(statistics["total_inactive_file"])
+    active = max(0, int(statistics["total_active_file"]) - int(statistics["total_mapped_file"]))
+    cached = int(statistics["total_inactive_file"]) + active
+    used = int((group / "memory.usage_in_bytes").read_text()) - cached
     return int((group / "memory.limit_in_bytes").read_text()) - used
 
 

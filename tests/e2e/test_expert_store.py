@@ -26,6 +26,7 @@ from moeserve.config import resolve_schedule
 from moeserve.config.devices import DEVICES
 from moeserve.errors import CheckpointError, EngineError, SettingsError
 from moeserve.models.expert_store.budget import AUTO_SHARE, choose_budget, expert_sizes, moe_layers
+from moeserve.models.expert_store.served import LEAST_FREE_BYTES
 from moeserve.models.registry import describe
 from moeserve.models.summary import cpu_model, loading_memory
 from moeserve.protocol import StepPlan
@@ -172,6 +173,22 @@ def test_auto_takes_what_is_free(share: float, reference_named: Callable[[str], 
         assert {*budget.slots.values()} == {int(share * num_experts)}
         assert is_on_disk == {True}
         assert budget.stored_bytes == all_bytes
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_memory", "beside"), [(None, 2 * LEAST_FREE_BYTES), (12345, LEAST_FREE_BYTES + 12345)]
+)
+def test_memory_that_would_shrink_at_once_is_refused(
+    kv_cache_memory: int | None, beside: int, reference_named: Callable[[str], Reference]
+) -> None:
+    model = cpu_model(describe(reference_named("mixtral-odd").folder), "bfloat16", None)
+    wanted = sum(2 * size.slot_bytes for size in expert_sizes(model).values())
+    budget = choose_budget(model, wanted, 2**30, kv_cache_memory)
+    assert budget is not None
+    others = loading_memory(model).kept  # without experts, which are on disk now
+    assert choose_budget(model, wanted, others + wanted + beside, kv_cache_memory) == budget
+    with pytest.raises(SettingsError, match=r"does not fit in memory: .* must stay free"):
+        choose_budget(model, wanted, others + wanted + beside - 1, kv_cache_memory)
 
 
 def test_requests_that_need_an_unreadable_expert_fail_alone(

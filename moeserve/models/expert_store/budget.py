@@ -12,6 +12,7 @@ from moeserve.layers.moe.layer import MoELayer
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint.packed_cache import PAGE_BYTES
 from moeserve.models.decoder import Decoder
+from moeserve.models.expert_store.served import least_free
 from moeserve.models.summary import Part, loading_memory
 
 ROUNDING = 1e-6  # added before rounding down, so that a quarter of 128 experts is 32 despite float errors
@@ -93,10 +94,13 @@ def choose_budget(
     if num_bytes >= all_bytes:
         _put_on_disk(model, is_on_disk=False)
         return None
-    if num_bytes > left:
+    # Memory that is at once below `least_free` would shrink at once. A KV cache without a size takes half of the rest.
+    spare = least_free(num_bytes) * (2 if kv_cache_memory is None else 1) + (kv_cache_memory or 0)
+    if wanted != "auto" and num_bytes > left - spare:
         raise SettingsError(
             f"expert_memory={wanted} does not fit in memory: these are {shown_bytes(num_bytes)}, but "
-            f"{shown_bytes(max(0, left))} are free beside the other weights; set it to less, or to 'auto'"
+            f"{shown_bytes(max(0, left))} are free beside the other weights, of which {shown_bytes(spare)} must stay "
+            "free or are for the KV cache; set it to less, or to 'auto'"
         )
     for name, layer in moe_layers(model).items():
         if not (layer.experts.gate_up.packs and layer.experts.down.packs):

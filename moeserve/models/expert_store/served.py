@@ -19,6 +19,11 @@ LEAST_FREE_BYTES = 32 * 2**20
 LEAST_FREE_SHARE = 32  # as many bytes must be free as this part of the experts in memory
 
 
+def least_free(num_bytes: int) -> int:
+    """Return the free bytes below which memory for experts of this size shrinks."""
+    return max(LEAST_FREE_BYTES, num_bytes // LEAST_FREE_SHARE)
+
+
 class ServedStore:
     """A store whose errors reach the requests that they concern, and which shrinks when memory becomes scarce."""
 
@@ -32,7 +37,7 @@ class ServedStore:
         """
         Args:
             least_slots: experts of each layer that stay in memory at a time, however scarce it is.
-            free: returns the bytes that this process could allocate.
+            free: returns the bytes that this process could allocate, if others that share the host take as many.
             now: returns seconds.
         """
         self.store = store
@@ -46,7 +51,7 @@ class ServedStore:
             return
         self._looked_at = now
         before = self.store.num_bytes
-        if (free := self._free()) >= max(LEAST_FREE_BYTES, before // LEAST_FREE_SHARE):
+        if (free := self._free()) >= least_free(before):
             return
         self.store.shrink(self._least_slots)
         if (num_bytes := self.store.num_bytes) < before:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.config.environment import cache_folder
+from moeserve.machine import free_memory
 from moeserve.models.expert_store.budget import Budget
 from moeserve.models.expert_store.loading import load_with_store
 from moeserve.models.expert_store.served import ServedStore
@@ -27,4 +28,6 @@ class StoredExperts:
         store = load_with_store(model, self.budget, path, functools.partial(fill, target), says=is_first)
         # Slots get memory when experts are read. On the host of a GPU, it is not that of the KV cache.
         reserved = 0 if target.config.weights.experts_on_host else store.num_bytes
-        return LoadedModel(model, reserved_bytes=reserved, expert_store=ServedStore(store, self.budget.least_slots))
+        free = functools.partial(free_memory, target.config.parallel.num_sharing_ranks)
+        served = ServedStore(store, self.budget.least_slots, free)
+        return LoadedModel(model, reserved_bytes=reserved, expert_store=served)
