@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moeserve.controls import Control, FinishUpdate, Outcome, Pause, StartUpdate
+from moeserve.controls import Control, EndRequests, FinishUpdate, Outcome, Pause, StartUpdate
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -363,7 +363,8 @@ class _Player:
             elif isinstance(message, Control):
                 self.controls[message.number] = message
                 self.before_control[message.number] = self.received.keys() - self.ended.keys()
-                if isinstance(message.command, Pause) and message.command.mode == "abort":
+                command = message.command
+                if isinstance(command, EndRequests) or (isinstance(command, Pause) and command.mode == "abort"):
                     self.may_abort |= self.received.keys()
             elif isinstance(message, AbortRequest):
                 self.may_abort.add(message.request_id)

@@ -6,7 +6,7 @@ import planted_bugs as bugs
 import pytest
 from exhaustive_search import Found, Script, explore
 
-from moeserve.controls import Control, FinishUpdate, Pause, PauseMode, Resume, StartUpdate
+from moeserve.controls import Control, EndRequests, FinishUpdate, Pause, PauseMode, Resume, StartUpdate
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, ReplicaMessage, Request, Shutdown, Wake
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.replica import Replica
@@ -27,6 +27,7 @@ def pause(mode: PauseMode) -> ReplicaMessage:
 
 
 RESUME = Control(2, Resume())
+END_REQUESTS = Control(1, EndRequests())
 START, FINISH = Control(1, StartUpdate()), Control(2, FinishUpdate(version="new", salt=b"new"))
 
 # The messages on their way to each replica.
@@ -41,6 +42,7 @@ SCRIPTS: dict[str, Script] = {
     "wait": [[add("a", 2, 1), pause("wait"), add("b", 1, 1)], [pause("wait"), AbortRequest("a")]],
     "update": [[add("a", 2), START, FINISH], [START, FINISH, add("b", 1, 1)]],
     "end": [[add("a", 2), pause("abort"), add("b", 1), AbortRequest("b")], [pause("abort"), Shutdown()]],
+    "end requests": [[add("a", 2), END_REQUESTS], [END_REQUESTS, add("b", 1, 1)]],
 }
 ROUNDS = dict.fromkeys(SCRIPTS, 3) | dict.fromkeys(("alone", "abort", "collect", "one busy"), 4)
 
