@@ -246,7 +246,7 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
     accepted = {*known, *_OTHER_NAMES}
 
     @functools.wraps(generated_init)
-    def init(self: Any, **parameters: Any) -> None:
+    def init(self: Any, /, **parameters: Any) -> None:
         own = {}
         for name, value in parameters.items():
             if name in SAMPLING_PARAMETERS:
@@ -261,7 +261,7 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
                 own[own_name] = value
         generated_init(self, **own)
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
     return cls
 
 
@@ -394,7 +394,7 @@ class SamplingParams:
             )
 
     @classmethod
-    def from_optional(cls, **parameters: Any) -> SamplingParams:
+    def from_optional(cls, /, **parameters: Any) -> SamplingParams:
         """Return parameters from values. None stands for the default, except that `max_tokens=None` means no limit.
 
         Raises:

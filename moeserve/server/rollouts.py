@@ -15,7 +15,9 @@ from moeserve.server.errors import ApiError, api_error
 from moeserve.server.service import Service
 
 Result = TypeVar("Result")
-Shapes = dict[str, list[Annotated[int, Field(strict=True, ge=0)]]]
+Shapes = dict[str, list[Annotated[int, Field(strict=True, ge=0, le=2**31)]]]
+Version = Annotated[str, Field(min_length=1, max_length=256)]
+FolderPath = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class _Body(BaseModel):
@@ -32,11 +34,11 @@ class StartBody(_Body):
 
 class UpdateBody(_Body):
     update_info: dict[str, Any] | None = None
-    weight_dir: str | None = None  # prime-rl's field: a whole update from a folder
+    weight_dir: FolderPath | None = None  # prime-rl's field: a whole update from a folder
 
 
 class FinishBody(_Body):
-    weight_version: str | None = None
+    weight_version: Version | None = None
 
 
 class AbortRequestsBody(_Body):

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from moeserve.config.limits import LIMITS
 from moeserve.errors import RequestError
-from moeserve.outputs import Logprob
+from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import api_error
 
@@ -342,6 +342,11 @@ class Usage(BaseModel):
 def finite(logprob: float) -> float:
     """Return a log-probability for JSON. Minus infinity, of an excluded token, becomes -9999, as in vLLM."""
     return max(logprob, -9999.0)
+
+
+def version_triples(output: CompletionOutput) -> list[tuple[str, int, int]]:
+    """Return the weights of an output's tokens for JSON: version, first token and end of each span."""
+    return [(span.version, span.start, span.stop) for span in output.weight_versions]
 
 
 def by_position(prompt_logprobs: Sequence[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:

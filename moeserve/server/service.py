@@ -23,7 +23,7 @@ from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
 from moeserve.server.client import Client
 from moeserve.server.errors import ApiError, PromptKept, api_error, shutting_down
-from moeserve.server.schema import RequestBody
+from moeserve.server.schema import RequestBody, version_triples
 from moeserve.server.totals import Totals
 from moeserve.server.tracing import Tracing
 
@@ -133,7 +133,7 @@ class Service:
         """
         fields: dict[str, Any] = {}
         if output.finish_reason is not None and self.llm.config.weights.rl:
-            fields["weight_versions"] = [(span.version, span.start, span.stop) for span in output.weight_versions]
+            fields["weight_versions"] = version_triples(output)
         if output.routed_experts is not None:
             file = io.BytesIO()
             np.save(file, output.routed_experts, allow_pickle=False)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from moeserve.config.limits import LIMITS
 from moeserve.controls import PauseMode
@@ -16,8 +16,8 @@ from moeserve.outputs import CompletionOutput, RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
 from moeserve.server.reply import Reply
-from moeserve.server.rollouts import finished
-from moeserve.server.schema import Bounded, TokenId, finite
+from moeserve.server.rollouts import FolderPath, Version, finished
+from moeserve.server.schema import Body, Bounded, Ignored, Refused, RequestBody, TokenId, finite
 from moeserve.server.service import Service
 from moeserve.server.whole_outputs import reply_with_whole
 
@@ -30,29 +30,46 @@ NO_EFFECT = ("spaces_between_special_tokens",)
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "retract"}
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(RequestBody):
     input_ids: Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)] | None = None
     text: Annotated[str, Field(max_length=LIMITS.max_text_length)] | None = None
-    sampling_params: dict[str, Any] = {}
+    sampling_params: dict[str, Any] | None = None
     return_logprob: bool = False
     return_routed_experts: bool = False
-    stream: Literal[False] = False
+    logprob_start_len: Literal[-1] = -1  # log-probabilities of the output alone
+    stream: Annotated[Any, Refused("the response comes at the end")] = None
+    top_logprobs_num: Annotated[Any, Refused("use /inference/v1/generate with `logprobs`")] = None
+    token_ids_logprob: Annotated[Any, Refused("use /inference/v1/generate with `logprobs`")] = None
+    return_text_in_logprobs: Annotated[Any, Refused("`output_token_logprobs` has token ids")] = None
+    return_hidden_states: Annotated[Any, Refused("hidden states are not kept")] = None
+    input_embeds: Annotated[Any, Refused("send `input_ids` or `text`")] = None
+    image_data: Annotated[Any, Refused("prompts are text")] = None
+    video_data: Annotated[Any, Refused("prompts are text")] = None
+    audio_data: Annotated[Any, Refused("prompts are text")] = None
+    lora_path: Annotated[Any, Refused("there are no adapters")] = None
+    custom_logit_processor: Annotated[Any, Refused("code of requests is never run")] = None
+    session_params: Annotated[Any, Refused("send whole prompts; their prefixes are cached")] = None
+    kv_transfer_params: Annotated[Any, Refused("no keys and values are transferred with `rl`")] = None
+    rid: Annotated[Any, Ignored("the header `x-request-id` names a request")] = None
+    log_metrics: Annotated[Any, Ignored("requests are always counted")] = None
+    priority: Annotated[Any, Ignored("requests of all keys take turns")] = None
 
 
-class PauseBody(BaseModel):
+class PauseBody(Body):
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
-class FolderBody(BaseModel):
-    model_path: str
-    weight_version: str | None = None
+class FolderBody(RequestBody):
+    model_path: FolderPath
+    weight_version: Version | None = None
+    load_format: Annotated[Any, Refused("the folder's safetensors are read", harmless=("auto", "safetensors"))] = None
 
 
-class VersionBody(BaseModel):
-    new_version: str
+class VersionBody(Body):
+    new_version: Version
 
 
-class AbortBody(BaseModel):
+class AbortBody(Body):
     abort_all: Literal[True]  # this server does not know requests by id
 
 
@@ -84,6 +101,7 @@ def add_sglang_routes(app: FastAPI, service: Service, of_trainer: list[Any]) -> 
 
     @app.post("/update_weights_from_disk", dependencies=of_trainer)
     async def update_weights_from_disk(body: FolderBody) -> dict[str, Any]:
+        service.begin(body)
         version = Path(body.model_path).name if body.weight_version is None else body.weight_version
         await finished(llm.update_weights_from_folder(body.model_path, version))
         return _done("Weights updated")
@@ -129,12 +147,14 @@ def _done(message: str) -> dict[str, Any]:
 
 def _generated(service: Service, body: GenerateBody, request: Request) -> Reply:
     """Generate one output for a prompt, and respond with it in SGLang's form."""
+    service.begin(body)
     prompt = body.text if body.input_ids is None else body.input_ids
     if prompt is None or (body.text is not None and body.input_ids is not None):
         raise ApiError(400, "give either input_ids or text", param="input_ids")
     if body.return_routed_experts and service.llm.config.experts.routes is None:
         raise ApiError(400, "serve with --enable-return-routed-experts", param="return_routed_experts")
-    given = {NAMES.get(name, name): value for name, value in body.sampling_params.items() if name not in NO_EFFECT}
+    fields = body.sampling_params or {}
+    given = {NAMES.get(name, name): value for name, value in fields.items() if name not in NO_EFFECT}
     params = SamplingParams.from_optional(**{"max_tokens": 128} | given | {"logprobs": 0})
     if params.n != 1:
         raise ApiError(400, f"n={params.n}: /generate has one output; send several requests", param="n")

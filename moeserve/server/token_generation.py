@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Field
+from pydantic import ConfigDict, Field
 
 from moeserve.config.limits import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.reply import Reply
-from moeserve.server.schema import Bounded, TokenId, by_position, finite, usage
+from moeserve.server.schema import (
+    Body,
+    Bounded,
+    Ignored,
+    Refused,
+    RequestBody,
+    TokenId,
+    by_position,
+    finite,
+    usage,
+    version_triples,
+)
 from moeserve.server.service import Service
 from moeserve.server.whole_outputs import reply_with_whole
 
-# prime-rl sends these among the sampling parameters. Token ids are always returned.
-OTHER_FIELDS = ("cache_salt", "return_token_ids")
+CacheSalt = Annotated[str, Field(max_length=1024)]
 
 
-class TokensBody(BaseModel):
+class TokenParams(Body):
+    """Sampling parameters, and fields that prime-rl sends among them. `SamplingParams` validates the others."""
+
+    model_config = ConfigDict(extra="allow")
+
+    cache_salt: CacheSalt | None = None
+    return_token_ids: Annotated[Any, Ignored("token ids are always returned")] = None
+
+
+class TokensBody(RequestBody):
     token_ids: Annotated[list[TokenId], Bounded(LIMITS.max_token_ids, min_length=1)]
-    model: str | None = None
-    sampling_params: dict[str, Any] = {}
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    stream: Literal[False] = False
-    features: None = None  # of images
+    sampling_params: TokenParams = TokenParams()
+    cache_salt: CacheSalt | None = None
+    stream: Annotated[Any, Refused("the response comes at the end")] = None
+    features: Annotated[Any, Refused("prompts are token ids of text")] = None
+    content_parts: Annotated[Any, Refused("prompts are token ids of text")] = None
+    kv_transfer_params: Annotated[Any, Refused("no keys and values are transferred with `rl`")] = None
+    return_token_ids: Annotated[Any, Ignored("token ids are always returned")] = None
+    request_id: Annotated[Any, Ignored("the header `x-request-id` names a request")] = None
+    priority: Annotated[Any, Ignored("requests of all keys take turns")] = None
 
 
 def add_token_generation_route(app: FastAPI, service: Service, of_trainer: list[Any]) -> None:
@@ -40,10 +63,9 @@ def add_token_generation_route(app: FastAPI, service: Service, of_trainer: list[
 
     @app.post("/inference/v1/generate", dependencies=of_trainer)
     async def generate_tokens(body: TokensBody, request: Request) -> Reply:
-        service.require_model(body.model)
-        given = {name: value for name, value in body.sampling_params.items() if name not in OTHER_FIELDS}
-        salt = body.cache_salt or body.sampling_params.get("cache_salt")
-        params = SamplingParams.from_optional(**{"max_tokens": None} | given)
+        service.begin(body)
+        salt = body.cache_salt or body.sampling_params.cache_salt
+        params = SamplingParams.from_optional(**{"max_tokens": None} | (body.sampling_params.model_extra or {}))
         outputs = service.generate(request.state.client, body.token_ids, params, salt)
         start = params.routed_experts_prompt_start or 0
 
@@ -62,7 +84,9 @@ def add_token_generation_route(app: FastAPI, service: Service, of_trainer: list[
 
 def _choice(output: CompletionOutput, start: int) -> dict[str, Any]:
     logprobs = routed_experts = None
-    if output.token_ids and output.routed_experts is not None:  # before the first token, rows of the prompt may lack
+    if (
+        output.token_ids and output.routed_experts is not None
+    ):  # before the first token, rows of the prompt may be missing
         routed_experts = _packed(output.routed_experts, start)
     if output.logprobs is not None:
         pairs = zip(output.token_ids, output.logprobs, strict=True)
@@ -74,7 +98,7 @@ def _choice(output: CompletionOutput, start: int) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
         "routed_experts": routed_experts,
-        "weight_versions": [(span.version, span.start, span.stop) for span in output.weight_versions],
+        "weight_versions": version_triples(output),
     }
 
 

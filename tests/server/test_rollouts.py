@@ -209,6 +209,17 @@ def test_wrong_updates_have_their_own_statuses(server: RunningServer, tmp_path: 
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}, 400, "transport"),
         ("/init_weight_transfer_engine", {"init_info": []}, 400, "init_info"),
         ("/start_weight_update", {"shapes": {"a": ["b"]}}, 400, "shapes"),
+        ("/start_weight_update", {"shapes": {"a": [2**31 + 1]}}, 400, "shapes"),
+        ("/update_weights", {"weight_dir": ""}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": "a" * 4097}, 400, "weight_dir"),
+        ("/finish_weight_update", {"weight_version": ""}, 400, "weight_version"),
+        ("/finish_weight_update", {"weight_version": "a" * 257}, 400, "weight_version"),
+        ("/update_weights_from_disk", {"model_path": ""}, 400, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "a" * 4097}, 400, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "a", "weight_version": ""}, 400, "weight_version"),
+        ("/update_weights_from_disk", {"model_path": "a", "load_format": "dummy"}, 400, "load_format"),
+        ("/update_weight_version", {"new_version": ""}, 400, "new_version"),
+        ("/update_weight_version", {"new_version": "a" * 257}, 400, "new_version"),
         ("/weight_checker", {"action": "reset"}, 400, "action"),
         ("/weight_checker", {"action": "compare"}, 400, "baseline"),
     ]
@@ -430,7 +441,13 @@ def test_tokens_in_and_out(server: RunningServer) -> None:
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 6)
         two = http.post("/inference/v1/generate", json=body | {"sampling_params": {"n": 2, "max_tokens": 3}}).json()
         assert [(each["index"], len(each["token_ids"])) for each in two["choices"]] == [(0, 3), (1, 3)]
-        for wrong in ({}, {"token_ids": []}, body | {"stream": True}, body | {"features": {}}, body | {"model": "x"}):
+        for wrong in (
+            {},
+            {"token_ids": []},
+            body | {"stream": True},
+            body | {"features": {"image": [1]}},
+            body | {"model": "x"},
+        ):
             assert http.post("/inference/v1/generate", json=wrong).status_code in (400, 404)
         wrong = body | {"sampling_params": {"temperatur": 1}}
         assert http.post("/inference/v1/generate", json=wrong).status_code == 400
@@ -463,12 +480,8 @@ def test_tokens_come_with_their_experts(server: RunningServer) -> None:
 
         thread = threading.Thread(target=ask)
         thread.start()
-        for number in (1, 2):  # both are aborted before their first tokens
-            while http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
-                assert thread.is_alive()
+        while thread.is_alive():  # both are aborted before their first tokens
             http.post("/abort_request", json={"abort_all": True})
-            while len(ended) < number and thread.is_alive():
-                pass
         thread.join()
     llm.shutdown()
     (slimes, (choice,)) = ended[0]["meta_info"], ended[1]["choices"]
@@ -480,6 +493,43 @@ def test_tokens_come_with_their_experts(server: RunningServer) -> None:
     assert whole.shape[0] == 8
     assert np.array_equal(later, whole[3:])
     assert np.array_equal(of_sglang.reshape(whole.shape), whole)
+
+
+IGNORED = ("rid", "request_id", "priority", "log_metrics")
+UNUSED: dict[str, Any] = {"stream": False, "rid": "a", "priority": 3, "kv_transfer_params": None}
+UNUSED_BY_SGLANG: dict[str, Any] = {"top_logprobs_num": 0, "logprob_start_len": -1, "log_metrics": True}
+UNUSED_BY_SGLANG |= {"image_data": None, "lora_path": None, "return_hidden_states": False, "token_ids_logprob": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "unused"),
+    [
+        ("/generate", "input_ids", UNUSED | UNUSED_BY_SGLANG),
+        ("/inference/v1/generate", "token_ids", UNUSED | {"features": None, "request_id": "b"}),
+    ],
+)
+def test_only_fields_without_an_effect_are_accepted(
+    server: RunningServer, path: str, prompt: str, unused: dict[str, Any]
+) -> None:
+    body: dict[str, Any] = {prompt: [3, 1], "sampling_params": {"temperature": 0, "ignore_eos": True}}
+    wrong: list[dict[str, Any]] = [{name: {"a": 1}} for name in unused if name not in IGNORED]
+    wrong += [{prompt: [value]} for value in ("5", True, 2.0, -1, 2**31)]
+    if path == "/generate":
+        wrong += [{"logprob_start_len": 0}, {"input_embeds": [[0.5]]}, {"lora_path": "a"}, {"top_logprobs_num": 2}]
+    with server.http(headers=ADMIN) as http:
+        for fields in wrong:
+            answer = http.post(path, json=body | fields)
+            assert answer.status_code == 400, (fields, answer.text)
+            assert next(iter(fields)) in answer.json()["error"]["message"]
+        for name in ("cls", "self", "parameters", "temperatur"):
+            answer = http.post(path, json=body | {"sampling_params": {name: 1}})
+            assert (answer.status_code, name in answer.json()["error"]["message"]) == (400, True), answer.text
+        short = {"max_new_tokens" if path == "/generate" else "max_tokens": 2}
+        assert http.post(path, json=body | unused | {"sampling_params": short}).status_code == 200
+        if path != "/generate":
+            for salt in (5, "a" * 1025):
+                answer = http.post(path, json=body | {"sampling_params": {"cache_salt": salt}})
+                assert (answer.status_code, "cache_salt" in answer.text) == (400, True), answer.text
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/generate"])
@@ -494,10 +544,12 @@ def test_generation_ends_when_the_trainer_leaves(server: RunningServer, path: st
             return int(load["num_running_reqs"])
 
         http.post("/pause")  # so that no output ends
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-            connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            while num_running() == 0:
+        try:
+            with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+                connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+                while num_running() == 0:
+                    pass
+            while num_running() == 1:
                 pass
-        while num_running() == 1:
-            pass
-        http.post("/resume")
+        finally:
+            http.post("/resume")

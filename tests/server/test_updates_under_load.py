@@ -46,10 +46,14 @@ class Load:
 
     def __init__(self, server: ServerProcess) -> None:
         self.spans: list[Span] = []
-        self.num_outputs = 0
+        self._ended: list[None] = []  # appending is atomic, unlike counting
         self._url = server.url
         self._is_over = False
         self._has_ended = threading.Event()
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._ended)
 
     def __enter__(self) -> Load:
         self._is_over = False
@@ -80,7 +84,7 @@ class Load:
                     Span((*prompt, *token_ids[:start]), token_ids[start:stop], version)
                     for version, start, stop in choice["weight_versions"]
                 ]
-                self.num_outputs += 1
+                self._ended.append(None)
                 self._has_ended.set()
 
 

@@ -1,8 +1,8 @@
-"""A trainer for prime-rl's orchestrator on a CPU: policy gradient on its micro batches, weights through folders.
+r"""A trainer for prime-rl's orchestrator on a CPU: policy gradient on its micro batches, weights through folders.
 
-With MOESERVE_KEY=KEY and this folder on PYTHONPATH, where MODEL has a chat template:
+In this folder, which is on PYTHONPATH, each in a terminal with MOESERVE_KEY=KEY, where MODEL has a chat template:
 
-    moeserve serve MODEL --rl --admin-key KEY --api-key USER --served-model-name MODEL
+    moeserve serve MODEL --rl --admin-key KEY --api-key USER --served-model-name MODEL \
         --logprobs-mode processed_logprobs
     env-server @ environment.toml
     orchestrator @ orchestrator.toml
