@@ -9,7 +9,7 @@ Invariants (I7, that a replica which fails takes no part in another step, is che
 - I1: all ranks of an epoch enter the same collectives in the same rounds.
 - I2: each expert of each layer has a slot, on the rank where tokens are sent to it.
 - I3: a request ends exactly once. A client's request that it did not abort ends complete, or with an error that has a
-  cause; without on_failure="end" it ends complete.
+  cause; without on_failure="end" it ends complete, unless too many failures follow each other without a token of it.
 - I4: an idle engine has no work, and its router knows of no load.
 - I5: the ranks of a replica run as many tokens as it has announced.
 - I6: the numbers of a replica's rounds only grow.
@@ -291,6 +291,7 @@ class _Sent:
     """The client's state of a request."""
 
     request: Request
+    first_failure: int  # number of the engine's first failure that may have come after the last token
     token_ids: list[int] = field(default_factory=list)
     end: RequestUpdate | None = None
     was_aborted: bool = False
@@ -469,6 +470,8 @@ class _EngineSimulation:
         self.sent: dict[str, _Sent] = {}
         self.num_left = scenario.num_requests
         self.engine: Any = None
+        self.num_failures = 0  # that the engine has noticed
+        self.num_failures_before = 0  # of these, until the end of the client's last step
 
     # Processes. A `Launcher`.
 
@@ -584,6 +587,7 @@ class _EngineSimulation:
             )
         except EngineError as error:
             raise InvariantViolation("false death", str(error)) from error
+        engine._fail = functools.partial(self.note_failure, engine._fail)
         begun_s = world.now
         for number in range(scenario.num_requests):
             world.at(begun_s + dice.uniform(0.0, scenario.span_s), functools.partial(self.queue, self.add, number))
@@ -597,7 +601,7 @@ class _EngineSimulation:
                 action()
             if engine.has_work:
                 with self.named_errors():
-                    self.take(engine.step())
+                    self.take_step()
             elif (self.num_left or self.pauses) and not self.due:
                 world.wait(lambda: self.due, 10 * STEP_TIMEOUT_S)
         self.check_requests()
@@ -631,7 +635,7 @@ class _EngineSimulation:
             self.add(number)
             number += 1
             while engine.has_work:
-                self.take(engine.step())
+                self.take_step()
             self.world.wait(lambda: False, HEARTBEAT_S)
 
     def scale(self) -> None:
@@ -647,8 +651,9 @@ class _EngineSimulation:
         """Check that no rank has loaded the model but those of new replicas, and those that replace others."""
         kills, num_killed = self.scenario.kills, len(self.victims)
         num_refused = self.scenario.num_refusals - self.num_refusals
-        # Those that are about to join are replaced too if another one fails meanwhile.
-        num_most = (num_killed + num_refused) * (1 + sum(point.round < 0 for point in kills))
+        # Those that are about to join are replaced too if another one fails meanwhile, or its failure is noticed then.
+        num_late = sum(point.round < 0 for point in kills) + len(kills) - len({point.epoch for point in kills})
+        num_most = (num_killed + num_refused) * (1 + num_late)
         num_loads = self.num_loads - sum(self.group_sizes)
         is_kept = num_loads <= num_most and (self.num_left_out or num_killed <= num_loads)
         what = f"{self.group_sizes} replicas, {num_loads} loads, {num_killed} kills, {num_refused} refusals"
@@ -668,7 +673,7 @@ class _EngineSimulation:
     def run_control(self, command: Command) -> None:
         ended = self.engine.control(command)
         while not ended.done():
-            self.take(self.engine.step())
+            self.take_step()
 
     def queue(self, action: Callable[..., None], *arguments: Any) -> None:
         """Let the client act, as another of its threads would."""
@@ -696,10 +701,11 @@ class _EngineSimulation:
             eos_token_ids=[END_TOKEN],
             cache_salt=salt + ("\udc00" if is_bad else ""),
         )
+        num_failures = self.num_failures
         try:
             with self.named_errors():
                 self.engine.add(request)
-                self.sent[request.request_id] = _Sent(request, was_aborted=self.may_abort)
+                self.sent[request.request_id] = _Sent(request, num_failures, was_aborted=self.may_abort)
         except RequestError:
             self.require(is_bad, "crash", f"request {number} was refused")
             return
@@ -769,7 +775,14 @@ class _EngineSimulation:
             known.was_aborted = True
             self.engine.abort(str(number))
 
-    def take(self, updates: list[RequestUpdate]) -> None:
+    def note_failure(self, fail: Callable[[str], None], error: str) -> None:
+        self.num_failures += 1
+        fail(error)
+
+    def take_step(self) -> None:
+        """Let the engine take a step, and check the updates that it returns."""
+        updates = self.engine.step()
+        num_before, self.num_failures_before = self.num_failures_before, self.num_failures
         for update in updates:
             version = 0 if update.weight_version == INITIAL_VERSION else int(update.weight_version)
             is_new = version >= self.version or not update.token_ids
@@ -780,6 +793,8 @@ class _EngineSimulation:
             known = self.sent[update.request_id]
             self.require(known.end is None, "I3", f"an update after the end: {update}")
             known.token_ids += update.token_ids
+            if update.token_ids:
+                known.first_failure = num_before
             tokens, finish_reason = whole_output(known.request)
             begun = known.token_ids == tokens[: len(known.token_ids)]
             self.require(begun, "I10", f"request {update.request_id} has {known.token_ids}, not {tokens}")
@@ -791,16 +806,22 @@ class _EngineSimulation:
                 self.require(is_whole, "I3", f"{update} ends {known.token_ids}, not {tokens}")
             elif not known.was_aborted:
                 is_stale = self.fault_at is not None and "stale" in str(update.error)
-                has_cause = (self.may_fail and bool(update.error)) or is_stale
+                # Without a token since then, the request may be the cause of these failures.
+                has_many = self.num_failures - known.first_failure > MAX_FRUITLESS_RESTARTS
+                has_cause = ((self.ends_with_fault or has_many) and bool(update.error)) or is_stale
                 self.require(has_cause, "I3", f"nobody aborted, and there is no cause: {update}")
                 is_late = not is_stale and self.world.now > self.latest_end()  # they are stale once others have loaded
                 self.require(not is_late, "slow", f"fault at {self.fault_at}: {update}")
 
     @property
     def may_fail(self) -> bool:
-        """True if calls and requests may end with an error."""
-        has_many = len(self.victims) > MAX_FRUITLESS_RESTARTS  # perhaps without a token between them
-        return has_many or (self.fault_at is not None and self.scenario.on_failure == "end")
+        """True if calls may end with an error."""
+        return self.ends_with_fault or len(self.victims) > MAX_FRUITLESS_RESTARTS
+
+    @property
+    def ends_with_fault(self) -> bool:
+        """True if a fault has ended all requests, and the engine."""
+        return self.fault_at is not None and self.scenario.on_failure == "end"
 
     def latest_end(self) -> float:
         """Return the time until which requests end after the fault."""
@@ -844,10 +865,10 @@ class _EngineSimulation:
             except StaleWeightsError:  # the failure was noticed only now
                 self.renew_weights()
                 engine.add(request)
-            self.sent[request.request_id] = _Sent(request)
+            self.sent[request.request_id] = _Sent(request, self.num_failures)
         least = list(engine.num_free_blocks)
         while engine.has_work:
-            self.take(engine.step())
+            self.take_step()
             least = [min(pair) for pair in zip(least, engine.num_free_blocks, strict=True)]
         is_spread = max(least) < NUM_BLOCKS or self.num_groups > num_groups  # a silent fault is noticed only now
         self.require(is_spread, "I4", f"an idle engine sends all requests to some replicas: {least}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +10,13 @@ import pytest
 from moeserve.engine import engine, recovery
 from moeserve.engine.growing_back import GrowingBack
 from moeserve.engine.hang_watch import Finding
+from moeserve.engine.in_flight import RequestsInFlight
 from moeserve.engine.recovery import Recovery
 from moeserve.layers.moe.placement import handover
 from moeserve.layers.moe.placement.placement import Placement
 from moeserve.processes.failures import FailureReport
 from moeserve.processes.supervision import wait_for_messages
+from moeserve.protocol import RequestUpdate
 from moeserve.scheduling.scheduler import Scheduler
 
 
@@ -64,6 +66,20 @@ def place_experts_anew(patch: pytest.MonkeyPatch) -> None:
 def forget_those_left_out(patch: pytest.MonkeyPatch) -> None:
     """Replicas that were left out never start again."""
     patch.setattr(GrowingBack, "_is_due", lambda self, num_replicas: False)
+
+
+def count_failures_of_all_time(patch: pytest.MonkeyPatch) -> None:
+    """A request ends after some failures, although it got tokens between them."""
+    live_updates = RequestsInFlight.live_updates
+
+    def counting(self: RequestsInFlight, updates: Iterable[RequestUpdate]) -> Iterator[RequestUpdate]:
+        counts = {name: known.num_failures for name, known in self._known.items()}
+        for update in live_updates(self, updates):
+            if update.request_id in self._known:
+                self._known[update.request_id].num_failures = counts[update.request_id]
+            yield update
+
+    patch.setattr(RequestsInFlight, "live_updates", counting)
 
 
 def keep_the_epoch(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from engine_simulator import EngineScenario, Point, simulate_engine
-from planted_recovery_bugs import PLANTED_IN_HISTORIES
+from planted_recovery_bugs import PLANTED_IN_HISTORIES, count_failures_of_all_time
 from scenario import InvariantViolation
 
 from moeserve.engine import growing_back
@@ -36,6 +36,18 @@ def test_no_history_loses_a_request_or_a_survivor(num_replicas: int, seeds: rang
     counts = play(num_replicas, seeds)
     assert min(counts[kind] for kind in ("kills", "left_out", "joined", "stop", "length")) >= 1, counts
     assert not counts["error"], counts
+
+
+def test_many_failures_end_only_requests_without_a_token_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = frozenset(Point(epoch, epoch % 3, 4) for epoch in range(5))
+    scenario = EngineScenario(seed=1, on_failure="recover", load_s=0.1, kills=kills, span_s=0.2)
+    report = simulate_engine(scenario)
+    assert report.num_killed == 5
+    assert report.ends["error"] > 0
+    assert report.ends["stop"] > 0
+    count_failures_of_all_time(monkeypatch)
+    with pytest.raises(InvariantViolation, match="nobody aborted"):
+        simulate_engine(scenario)
 
 
 @pytest.mark.slow
