@@ -44,6 +44,7 @@ class CheckpointFacts:
     has_mxfp4: bool = False  # experts are stored in MXFP4
     has_blocks: bool = False  # weights are in blocks of 4 to 6 bits, the formats of int4
     needs: Needs = Needs()
+    first_sparse_layer: int = 0  # the first layer with experts
     num_draft_layers: int = 0  # layers of multi-token prediction (MTP) modules, which are the last ones
     first_layers: frozenset[int] | None = None  # layers that may start a pipeline stage; None: all
 

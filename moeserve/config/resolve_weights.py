@@ -120,6 +120,11 @@ def _check_host(settings: Settings, facts: Facts) -> None:
             f"num_cpu_layers={model.num_cpu_layers}, but {facts.checkpoint.path} has {facts.checkpoint.num_layers} "
             "layers; choose at most that, or leave it out for all"
         )
+    if (first := facts.checkpoint.first_sparse_layer) >= (model.num_cpu_layers or first + 1):
+        raise SettingsError(
+            f"num_cpu_layers={model.num_cpu_layers} leaves no experts to the host: the first layer with experts of "
+            f"{facts.checkpoint.path} is number {first}, counted from 0; choose at least {first + 1}"
+        )
 
 
 def _own_quantization(name: str | None, facts: Facts) -> QuantizationName | None:

@@ -54,7 +54,7 @@ class Inspection:
     family: str
     hidden_size: int
     num_layers: int
-    num_sparse_layers: int
+    sparse_layers: tuple[int, ...]  # numbers of the layers with experts
     num_skipped_layers: int  # multi-token prediction layers
     num_experts: int  # experts of each sparse layer
     num_experts_per_token: int
@@ -110,7 +110,7 @@ def inspect(
         family=description.family.name,
         hidden_size=description.model.hidden_size,
         num_layers=summary.num_layers,
-        num_sparse_layers=summary.num_sparse_layers,
+        sparse_layers=description.model.sparse_layers,
         num_skipped_layers=description.model.num_skipped_layers,
         num_experts=moe.router.num_experts if moe else 0,
         num_experts_per_token=moe.router.top_k if moe else 0,
@@ -146,7 +146,7 @@ def kept_checkpoint(folder: Path, description: Description, dtype: DtypeName) ->
 
 def as_text(found: Inspection) -> str:
     """Return the report as text."""
-    num_dense = found.num_layers - found.num_sparse_layers
+    num_dense = found.num_layers - len(found.sparse_layers)
     layers = f"{found.num_layers}" + (f", {num_dense} of them dense" if num_dense else ", all with experts")
     if found.num_skipped_layers:
         layers += "; layers for multi-token prediction are not loaded"
@@ -174,7 +174,7 @@ def as_text(found: Inspection) -> str:
     }
     if (from_disk := outlook(found.parts, int(found.free_bytes * (1 - AUTO_SHARE)))) is not None:
         facts["from disk"] = from_disk
-    if (beside := host_outlook(found.parts, found.num_layers, found.num_sparse_layers)) is not None:
+    if (beside := host_outlook(found.parts, found.sparse_layers)) is not None:
         facts["with a GPU"] = beside
     if found.cache.row_bytes:
         facts["states"] = f"{shown_bytes(found.cache.row_bytes)} for each running request and each saved state"

@@ -182,9 +182,14 @@ class ModelSpec:
         )
 
     @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts; a layer with two networks of experts is there twice."""
+        return tuple(number for number, layer in enumerate(self.layers) for _ in layer.moes)
+
+    @property
     def num_sparse_layers(self) -> int:
         """Number of layers with experts."""
-        return sum(len(layer.moes) for layer in self.layers)
+        return len(self.sparse_layers)
 
     @property
     def needs(self) -> Needs:

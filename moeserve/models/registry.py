@@ -119,6 +119,7 @@ def read_facts(
         tensor_parallel_sizes_alike=tuple(filter(description.model.keeps_bytes, sizes)),
         num_layers=len(description.model.layers),
         num_sparse_layers=description.model.num_sparse_layers,
+        first_sparse_layer=min(description.model.sparse_layers, default=0),
         num_experts=description.model.num_experts,
         expert_shape=None if is_foreign else description.model.expert_shape,
         route_shape=None if is_foreign else description.model.route_shape,

@@ -138,7 +138,8 @@ class LayoutCosts:
         self.num_ranks = layout.tp * layout.dp  # number of ranks in each stage
         self._ranks_of_node = ranks_per_node  # of all stages
         self.ranks_per_node = max(min(layout.tp, ranks_per_node), ranks_per_node // layout.pp)  # of one stage
-        self.num_sparse_layers = self._config.num_sparse_layers
+        self.sparse_layers = self._config.sparse_layers
+        self.num_sparse_layers = len(self.sparse_layers)
         self.num_expert_groups = self._config.num_expert_groups
         shape = self._config.expert_shape
         self.top_k = shape.top_k if shape else 0

@@ -336,8 +336,7 @@ def _shortage(layout: Layout, costs: LayoutCosts, weight_bytes: float, memory: f
     from_disk = outlook(counted, int(usable_bytes * (1 - AUTO_SHARE)))
     beside = None
     if len(layout.holders) == 1:
-        num_layers = sum(stage.num_layers for stage in layout.stages)
-        beside = host_outlook(parts, num_layers, costs.num_sparse_layers, int(usable_bytes))
+        beside = host_outlook(parts, costs.sparse_layers, int(usable_bytes))
     return (
         f"the weights of a rank take {shown_bytes(round(weight_bytes))}, and weights and KV cache may take "
         f"{shown_bytes(round(usable_bytes))} of its memory"

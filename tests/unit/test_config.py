@@ -206,6 +206,15 @@ def test_wrong_keys_of_nested_settings_are_named(value: object, named: str) -> N
         (dict(num_cpu_layers=1, **ON_GPU), ["num_cpu_layers=1", "expert_device='cpu'"]),
         (dict(num_cpu_layers=1, expert_device="cpu"), ["num_cpu_layers=1", "device='cuda'"]),
         (dict(num_cpu_layers=1000, expert_device="cpu", **ON_GPU), ["num_cpu_layers=1000", "layers"]),
+        (
+            dict(
+                num_cpu_layers=3,
+                expert_device="cpu",
+                checkpoint=dataclasses.replace(FACTS, first_sparse_layer=3),
+                **ON_GPU,
+            ),
+            ["num_cpu_layers=3", "is number 3", "at least 4"],
+        ),
         (dict(expert_device="cpu", has_kernels=False, **ON_GPU), ["expert_device='cpu'", "C++ kernels"]),
         (dict(expert_device="cpu", quantization="fp8", **ON_GPU), ["quantization='fp8'", "'int4'"]),
         (dict(expert_device="cpu", **ON_GPUS), ["expert_device='cpu'", "2 ranks"]),

@@ -12,9 +12,11 @@ import pytest
 
 from moeserve import cli
 from moeserve.errors import SettingsError
-from moeserve.models.expert_store.budget import AUTO_SHARE
+from moeserve.machine import shown_bytes
+from moeserve.models.expert_store.budget import AUTO_SHARE, ROUTED_EXPERTS
+from moeserve.models.experts_beside_gpu import host_outlook
 from moeserve.models.registry import describe
-from moeserve.models.summary import summarize
+from moeserve.models.summary import Part, summarize
 from moeserve.planner.estimate import Estimate, PhaseEstimate, as_text, estimate_layouts
 from moeserve.planner.formula import shown_seconds
 from moeserve.planner.hardware import TABLE, Hardware
@@ -225,10 +227,23 @@ def test_one_gpu_that_is_too_small_may_leave_experts_to_its_host(tmp_path: Path)
     folder, of_layer = folder_of(tmp_path, "Mixtral-8x7B"), 8 * 3 * 4096 * 14336 * 2
     whole = estimate(folder, 1, ranks_per_node=1)
     memory = whole.weight_bytes - 20 * of_layer + of_layer // 2
-    hardware = msgspec.structs.replace(H800, memory=memory / PERFECT.memory_share)
+    hardware = msgspec.structs.replace(H800, memory=memory / PERFECT.memory_share / (1 - AUTO_SHARE))
     refusal = estimate(folder, 1, hardware=hardware, ranks_per_node=1).refusal or ""
     assert f"num_cpu_layers=20 leaves {20 * of_layer / 2**30:.1f} GiB of experts to the host" in refusal
     assert "num_cpu_layers" not in (estimate(folder, 2, hardware=hardware, ranks_per_node=2).refusal or "")
+
+
+@pytest.mark.parametrize(("num_left", "num_cpu_layers"), [(-1, None), (0, 6), (1, 4), (2, 2), (3, None)], ids=str)
+def test_layers_whose_experts_stay_on_the_host(num_left: int, num_cpu_layers: int | None) -> None:
+    """Layers 1, 3 and 5 have experts, of which the last `num_left` fit beside the other weights."""
+    parts = [Part(ROUTED_EXPERTS, "bfloat16", 30, 3, 3000), Part("attention", "bfloat16", 10, 10, 1000)]
+    text = host_outlook(parts, (1, 3, 5), int((1000 + num_left * 1000 + 500) / (1 - AUTO_SHARE)))
+    if num_cpu_layers is None:
+        assert text is None
+    else:
+        assert f"num_cpu_layers={num_cpu_layers} leaves {shown_bytes(3000 - 1000 * num_left)} of experts" in (
+            text or ""
+        )
 
 
 def test_layouts_that_do_not_fit_show_the_reason(tmp_path: Path) -> None:
