@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
@@ -36,7 +36,8 @@ def memory_limit(root: Path = ROOT) -> int | None:
     Args:
         root: as for `cpu_quota`.
     """
-    limits = [int(limit) for folder in _folders("memory", root) for limit in _limits(folder) if limit.isdecimal()]
+    folders = _folders("memory", root)
+    limits = [int(limit) for folder in folders for limit in _limits(folder, _statistics(folder)) if limit.isdecimal()]
     return min((limit for limit in limits if limit < UNLIMITED), default=None)
 
 
@@ -55,16 +56,12 @@ def _kills(folder: Path) -> int:
     return int(count) if count.isdecimal() else 0
 
 
-def _limits(folder: Path) -> list[str]:
+def _limits(folder: Path, statistics: Mapping[str, str]) -> list[str]:
     """Return the limits of one cgroup in bytes, or words that mean that there is none."""
-    if _is_version_2(folder):
-        return _words(folder / "memory.max")
-    # The statistics also have the least limit of all parents, even of invisible ones.
-    return [*_words(folder / "memory.limit_in_bytes"), _statistics(folder).get("hierarchical_memory_limit", "")]
-
-
-def _is_version_2(folder: Path) -> bool:
-    return bool(_words(folder / "memory.current"))
+    return _words(folder / "memory.max") or [  # version 2
+        *_words(folder / "memory.limit_in_bytes"),  # version 1
+        statistics.get("hierarchical_memory_limit", ""),  # the least limit of all parents, even of invisible ones
+    ]
 
 
 def _statistics(folder: Path) -> dict[str, str]:
@@ -85,10 +82,10 @@ def _quotas(folder: Path) -> Iterator[float]:
 
 def _memory_left(folder: Path) -> Iterator[int]:
     """Yield the bytes that are left under each limit of one cgroup."""
-    is_version_2 = _is_version_2(folder)
-    usage = _words(folder / ("memory.current" if is_version_2 else "memory.usage_in_bytes"))
+    usage = _words(folder / "memory.current")
     names = ("inactive_file", "active_file", "file_mapped")
-    if not is_version_2:
+    if not usage:  # version 1
+        usage = _words(folder / "memory.usage_in_bytes")
         names = ("total_inactive_file", "total_active_file", "total_mapped_file")
     statistics = _statistics(folder)
     inactive, active, mapped = (int(statistics.get(name, 0)) for name in names)
@@ -96,7 +93,7 @@ def _memory_left(folder: Path) -> Iterator[int]:
     # code of libraries, would soon be read again.
     cached = max(inactive, inactive + active - mapped)
     # Processes that exceed `memory.high`, of version 2, are slowed down until they hardly proceed.
-    for limit in _limits(folder) + _words(folder / "memory.high"):
+    for limit in _limits(folder, statistics) + _words(folder / "memory.high"):
         if usage and limit.isdecimal():  # not "max"
             yield max(0, int(limit) - int(usage[0]) + cached)
 

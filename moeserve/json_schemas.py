@@ -238,7 +238,7 @@ def _with_tags(branches: list[Any], document: _Document) -> list[Any]:
 
 
 def _with_tag(branch: Mapping[str, Any], target: Mapping[str, Any], tag: str) -> Mapping[str, Any]:
-    """Return a branch that requires its tag.
+    """Return a branch of a union, changed so that it requires the property `tag`.
 
     A malformed branch is returned unchanged, so that an error names its place.
 

@@ -66,8 +66,8 @@ class ExpertStore {
   // Record the experts of the following visits. Returns those recorded before: layer, number of experts, experts, ...
   std::vector<int> record(bool is_on);
 
-  // Keep half of the slots of each layer, but at least `least_slots`, with the experts of the highest scores. The
-  // memory of the others goes back to the system. Waits for a visit and for all reads to end.
+  // Keep half of each layer's slots, but at least `least_slots`, and in them the experts with the highest scores. The
+  // memory of the other slots is returned to the system. Waits until no visit and no read is in progress.
   void shrink(int least_slots);
 
   bool is_direct() const { return is_direct_; }  // False: reads go through the page cache

@@ -67,7 +67,7 @@ def resolve_weights(settings: Settings, facts: Facts) -> WeightsConfig:
 
 
 def _expert_memory(settings: Settings, facts: Facts) -> int | float | Literal["auto"] | None:
-    """Return each rank's memory for experts in bytes, or as a share of all experts; None if all experts are in memory.
+    """Return the setting `expert_memory`: bytes of each rank, or a share of the bytes of all its experts; None: all.
 
     Raises:
         SettingsError: another setting excludes experts on disk.

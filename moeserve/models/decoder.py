@@ -219,7 +219,9 @@ class Decoder(nn.Module):
         return hidden
 
     def stages(self, hidden_tD: Tensor, rotations: Rotations, caches: list[Any], step: StepInputs) -> Stages[Tensor]:
-        """Run the layers as a generator that yields before it waits for other ranks, and returns the input of `send`.
+        """Run the layers as a generator that yields before each wait for other ranks.
+
+        The generator's return value is the argument of `send`.
 
         If the two halves of an overlapped step divide a prefill chunk, the chunk's first rows are in the cache before
         its later rows attend to them, because the first half runs each mixer first.
@@ -242,7 +244,11 @@ class Decoder(nn.Module):
     def _through(
         self, blocks: Iterable[tuple[DecoderBlock, Any]], stream: Any, run: Run
     ) -> Stages[tuple[Any, Tensor | None]]:
-        """Run blocks with their caches. Return the residual stream, and the last update, which is still to be added."""
+        """Run blocks with their caches.
+
+        Returns:
+            The residual stream, and the last network's output that has yet to be added; None: the stream has it.
+        """
         update_tD = None
         for block, cache in blocks:
             self.groups.set_layer(block.layer)

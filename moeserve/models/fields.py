@@ -30,7 +30,7 @@ def read_model(
     is_tied: bool = False,
     hidden_act: str = "silu",
 ) -> ModelSpec:
-    """Return the shape of a model, from its layers and the config's settings outside the layers.
+    """Return the spec of a model with the given layers. Settings of the whole model are read from the config.
 
     Args:
         is_tied: default of `tie_word_embeddings`.

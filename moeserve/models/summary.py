@@ -48,7 +48,6 @@ class Summary:
     dtype: DtypeName
     parts: tuple[Part, ...]
     num_layers: int
-    num_sparse_layers: int  # layers with experts
     cache: CacheNeeds  # cache memory of all layers together
 
     @property
@@ -122,7 +121,6 @@ def summarize(
         dtype=dtype,
         parts=counts.parts(),
         num_layers=len(stage),
-        num_sparse_layers=len(config.of_stage(placements, stage)),
         cache=model.cache_needs,
     )
 

@@ -119,7 +119,7 @@ class ForkedProcess:
 
 
 class _Server:
-    """A connection to a running server, and the server's process if it is a child of this process."""
+    """A connection to a running fork server, with the server's process if this process has started the server."""
 
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._control = control

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import FastAPI, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeserve.api.rollouts import MAX_SIZE
 from moeserve.controls import MemoryTag, PauseMode
 from moeserve.errors import MoeserveError, WeightUpdateError
 from moeserve.server.errors import ApiError, api_error
 from moeserve.server.service import Service
 
 Result = TypeVar("Result")
-Shapes = dict[str, list[Annotated[int, Field(strict=True, ge=0, le=2**31)]]]
+Shapes = dict[str, list[Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]]]
 Version = Annotated[str, Field(min_length=1, max_length=256)]
 FolderPath = Annotated[str, Field(min_length=1, max_length=4096)]
 

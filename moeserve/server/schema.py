@@ -34,6 +34,7 @@ from moeserve.server.errors import api_error
 LEAST_TOP_P = 1e-6
 GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+CacheSalt = Annotated[str, Field(max_length=1024)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 # Amount of reasoning, which is passed to the chat template; "default" leaves it to the template.
 Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -276,7 +277,7 @@ class SamplingFields(TransferFields, ClientFields):
     guided_grammar: str | None = None
     guided_decoding_backend: Annotated[Any, Ignored("there is one")] = None
     guided_whitespace_pattern: Annotated[Any, Refused("use `disable_any_whitespace` of `structured_outputs`")] = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
     store: Annotated[Any, Ignored("answers are not stored")] = None
     priority: Annotated[Any, Ignored("requests of all keys take turns")] = None
     request_id: Annotated[Any, Ignored("the header `x-request-id` names a request")] = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from moeserve.config.limits import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
@@ -17,6 +17,7 @@ from moeserve.server.reply import Reply
 from moeserve.server.schema import (
     Body,
     Bounded,
+    CacheSalt,
     Ignored,
     Refused,
     RequestBody,
@@ -28,8 +29,6 @@ from moeserve.server.schema import (
 )
 from moeserve.server.service import Service
 from moeserve.server.whole_outputs import reply_with_whole
-
-CacheSalt = Annotated[str, Field(max_length=1024)]
 
 
 class TokenParams(Body):
@@ -84,9 +83,7 @@ def add_token_generation_route(app: FastAPI, service: Service, of_trainer: list[
 
 def _choice(output: CompletionOutput, start: int) -> dict[str, Any]:
     logprobs = routed_experts = None
-    if (
-        output.token_ids and output.routed_experts is not None
-    ):  # before the first token, rows of the prompt may be missing
+    if output.token_ids and output.routed_experts is not None:  # before the first token, rows may be missing
         routed_experts = _packed(output.routed_experts, start)
     if output.logprobs is not None:
         pairs = zip(output.token_ids, output.logprobs, strict=True)

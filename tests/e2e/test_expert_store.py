@@ -154,13 +154,13 @@ def test_the_default_model_with_a_quarter_of_its_experts(folder: Path) -> None:
 def test_auto_takes_what_is_free(share: float, reference_named: Callable[[str], Reference]) -> None:
     """Less the KV cache and a share for everything else."""
     model = cpu_model(describe(reference_named("mixtral-odd").folder), "bfloat16", None)
-    all_bytes = sum(size.num_experts * size.slot_bytes for size in expert_sizes(model).values())
+    all_bytes = sum(size.num_experts * size.slot_bytes for size in expert_sizes(moe_layers(model)).values())
     others = loading_memory(model).kept - sum(
         weights.num_packed_bytes
         for layer in moe_layers(model).values()
         for weights in (layer.experts.gate_up, layer.experts.down)
     )
-    (num_experts,) = {size.num_experts for size in expert_sizes(model).values()}
+    (num_experts,) = {size.num_experts for size in expert_sizes(moe_layers(model)).values()}
     kv_cache_memory = 12345
     free = int((others + kv_cache_memory + share * all_bytes) / (1 - AUTO_SHARE)) + 1
     budget = choose_budget(model, "auto", free, kv_cache_memory)
@@ -182,7 +182,7 @@ def test_memory_that_would_shrink_at_once_is_refused(
     kv_cache_memory: int | None, beside: int, reference_named: Callable[[str], Reference]
 ) -> None:
     model = cpu_model(describe(reference_named("mixtral-odd").folder), "bfloat16", None)
-    wanted = sum(2 * size.slot_bytes for size in expert_sizes(model).values())
+    wanted = sum(2 * size.slot_bytes for size in expert_sizes(moe_layers(model)).values())
     budget = choose_budget(model, wanted, 2**30, kv_cache_memory)
     assert budget is not None
     others = loading_memory(model).kept  # without experts, which are on disk now

@@ -95,7 +95,7 @@ class ActorProcess:
         return self._channel
 
     def _start_serving(self) -> None:
-        """Send progress records from now on. The model is loaded."""
+        """Mark the model as loaded. From now on, `read` returns progress records."""
         set_phase(Phase.IDLE)
         self._is_serving = True
 

@@ -68,7 +68,7 @@ class HyperStreams(StreamsSpec):
 
 
 class StreamsPlace(Place):
-    """The place of a network that reads all streams, and whose output is as wide as all streams together."""
+    """The `Place` of a network whose inputs and outputs are as wide as all residual streams together."""
 
     def __init__(self, config: StreamsSpec, build: Build) -> None:
         super().__init__()

@@ -55,10 +55,10 @@ def moe_layers(model: Decoder) -> dict[str, MoELayer]:
     }
 
 
-def expert_sizes(model: Decoder) -> dict[str, ExpertSizes]:
-    """Return the sizes of the experts of each layer, by module name. Weights may be without memory."""
+def expert_sizes(layers: Mapping[str, MoELayer]) -> dict[str, ExpertSizes]:
+    """Return the sizes of the experts of each of `moe_layers`. Weights may be without memory."""
     sizes = {}
-    for name, layer in moe_layers(model).items():
+    for name, layer in layers.items():
         each = [weights.num_packed_bytes // weights.shape[0] for weights in (layer.experts.gate_up, layer.experts.down)]
         # An expert that does not fill whole pages may touch one page more, depending on where it begins.
         slot_bytes = sum(
@@ -83,16 +83,17 @@ def choose_budget(
     Raises:
         SettingsError: the memory is too small for one expert of each layer, or more than is left.
     """
-    sizes = expert_sizes(model)
+    layers = moe_layers(model)
+    sizes = expert_sizes(layers)
     all_bytes = sum(size.num_experts * size.slot_bytes for size in sizes.values())
-    _put_on_disk(model, is_on_disk=True)
+    _put_on_disk(layers, is_on_disk=True)
     left = free - loading_memory(model, device=model.context.of_experts.device).kept
     if wanted == "auto":
         num_bytes = left - int(free * AUTO_SHARE) - (kv_cache_memory or 0)
     else:
         num_bytes = wanted if isinstance(wanted, int) else int(wanted * all_bytes)
     if num_bytes >= all_bytes:
-        _put_on_disk(model, is_on_disk=False)
+        _put_on_disk(layers, is_on_disk=False)
         return None
     # Memory that is at once below `least_free` would shrink at once. A KV cache without a size takes half of the rest.
     spare = least_free(num_bytes) * (2 if kv_cache_memory is None else 1) + (kv_cache_memory or 0)
@@ -102,7 +103,7 @@ def choose_budget(
             f"{shown_bytes(max(0, left))} are free beside the other weights, of which {shown_bytes(spare)} must stay "
             "free or are for the KV cache; set it to less, or to 'auto'"
         )
-    for name, layer in moe_layers(model).items():
+    for name, layer in layers.items():
         if not (layer.experts.gate_up.packs and layer.experts.down.packs):
             raise SettingsError(
                 f"expert_memory={wanted} needs C++ kernels for the experts of {name}: use dtype='bfloat16' or "
@@ -117,13 +118,12 @@ def choose_budget(
     share = num_bytes / all_bytes
     slots = {name: max(1, int(share * size.num_experts + ROUNDING)) for name, size in sizes.items()}
     num_bytes = sum(slots[name] * size.slot_bytes for name, size in sizes.items())
-    layers = moe_layers(model)
     most_active = max(layer.config.router.top_k for layer in layers.values())
     return Budget(slots, num_bytes, all_bytes, least_slots=-(-2 * most_active // len(layers)))
 
 
-def _put_on_disk(model: Decoder, *, is_on_disk: bool) -> None:
-    for layer in moe_layers(model).values():
+def _put_on_disk(layers: Mapping[str, MoELayer], *, is_on_disk: bool) -> None:
+    for layer in layers.values():
         layer.experts.gate_up.is_on_disk = layer.experts.down.is_on_disk = is_on_disk
 
 
